@@ -1,0 +1,175 @@
+"""Every message between the processes, declared once.
+
+The client, the controller and the workers talk in msgpack arrays inside ZeroMQ frames. This module names every
+array's kind and its fields, in order; ``native/common/protocol.h`` is its C++ twin and a test compares the two.
+Nothing is pickled.
+
+There are two layers:
+
+* a **message** is one ZeroMQ multipart message. Its first frame is a msgpack array whose first element is a
+  :class:`Message`; further frames are payloads (described there);
+* a **record** is one msgpack array in a *record stream*: frame 1 of a ``RECORDS`` message is records written one after
+  the other, with nothing between them. A record's first element is a :class:`Record`, the second the worker's index.
+
+Invariants:
+
+WIRE-1  Sequenced records (all but RELEASE) are numbered per worker, densely from 1, in the order they stand in the
+        stream. Client, controller and worker count alike; the number itself is never sent with the record.
+WIRE-2  A RELEASE carries the number of the last sequenced record that names its storage on that worker. It may
+        overtake records: the worker frees the storage as soon as that record has been executed, and no earlier.
+WIRE-3  Storage ids are never used twice within a session.
+WIRE-4  A reply to a request (FETCH, ASK, SYNC, ...) is VALUE, META, DONE or ERROR with the same request number,
+        exactly once, unless the worker dies: then WORKER_DIED answers all that it left open.
+WIRE-5  Both ends compare VERSION in the handshake (HELLO) and refuse to talk across versions.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+#: Raised on every change of a message or record. A changelog line goes with it.
+VERSION: Final = 1
+
+#: Values up to this many bytes travel inside a message; larger ones as a descriptor of a shared segment.
+INLINE_BYTES: Final = 64 * 1024
+
+#: msgpack extension types that stand for an argument of an operator.
+EXT_CPU_TENSOR: Final = 1  # [dtype:u8, wrapped:u8, ndim:u8, sizes:i64*ndim, bytes...]: a small CPU tensor by value
+EXT_COMPLEX: Final = 2  # two float64: a complex Scalar
+EXT_GENERATOR: Final = 3  # u32: a random generator by number; 0 is the worker's default generator
+EXT_DEVICE: Final = 4  # u8: 0 "the worker's own device", 1 "cpu"
+
+
+class Message(IntEnum):
+    """First element of a message's first frame."""
+
+    # client -> controller
+    HELLO = 1
+    RECORDS = 2
+    SHUTDOWN = 3
+    # controller -> worker
+    BATCH = 10
+    INCOMING = 11
+    PEER_DIED = 12
+    EXIT = 13
+    # worker -> controller (READY and the replies go on to the client as they are)
+    WORKER_HELLO = 20
+    TRANSFER = 21
+    TRANSFER_DONE = 22
+    PROGRESS = 23
+    VALUE = 24
+    META = 25
+    DONE = 26
+    ERROR = 27
+    # controller -> client
+    READY = 30
+    REFUSED = 31
+    WORKER_DIED = 32
+
+
+#: Fields of every message's first frame after the kind, in order; then, after "|", its further frames.
+MESSAGE_FIELDS: Final[dict[Message, str]] = {
+    Message.HELLO: "version workers device threads_per_worker",
+    Message.RECORDS: "count | records",
+    Message.SHUTDOWN: "",
+    Message.BATCH: "first_seq count release_count | records releases",
+    Message.INCOMING: "transfer payload",
+    Message.PEER_DIED: "worker reason",
+    Message.EXIT: "",
+    Message.WORKER_HELLO: "version worker pid",
+    Message.TRANSFER: "transfer source dest payload",
+    Message.TRANSFER_DONE: "transfer source dest",
+    Message.PROGRESS: "worker executed_seq",
+    Message.VALUE: "request worker geometry payload",
+    Message.META: "request worker returns",
+    Message.DONE: "request worker result",
+    Message.ERROR: "request worker error",
+    Message.READY: "version pids",
+    Message.REFUSED: "reason",
+    Message.WORKER_DIED: "worker status output",
+}
+
+
+class Record(IntEnum):
+    """First element of a record; the second is always the worker's index."""
+
+    OP = 1
+    RELEASE = 2
+    DEFINE_OP = 3
+    ALLOC = 4
+    PUT = 5
+    MAP = 6
+    FETCH = 7
+    ASK = 8
+    SEND = 9
+    RECV = 10
+    SEED = 11
+    RNG_GET = 12
+    RNG_SET = 13
+    SYNC = 14
+    RESIZE = 15
+    STATS = 16
+    OPTION = 17
+
+
+#: Fields of every record after [kind, worker], in order.
+RECORD_FIELDS: Final[dict[Record, str]] = {
+    Record.OP: "op site args outs",
+    Record.RELEASE: "storage last_seq",
+    Record.DEFINE_OP: "op name overload",
+    Record.ALLOC: "storage geometry nbytes",
+    Record.PUT: "storage geometry bytes",
+    Record.MAP: "storage geometry pid fd nbytes",
+    Record.FETCH: "request site tensor",
+    Record.ASK: "request op site args first_storage",
+    Record.SEND: "transfer dest site tensor",
+    Record.RECV: "transfer source site storage geometry",
+    Record.SEED: "generator seed",
+    Record.RNG_GET: "request generator",
+    Record.RNG_SET: "generator state",
+    Record.SYNC: "request",
+    Record.RESIZE: "storage nbytes",
+    Record.STATS: "request what",
+    Record.OPTION: "name value",
+}
+
+#: What each record does, one sentence each (``docs/protocol.md`` is generated from these tables).
+RECORD_DOCS: Final[dict[Record, str]] = {
+    Record.OP: "Run an operator. `args` follow the schema; `outs` is one [storage, geometry] per new tensor.",
+    Record.RELEASE: "The client holds the storage no longer; free it once `last_seq` has been executed (WIRE-2).",
+    Record.DEFINE_OP: "Give an operator its number on this worker; sent once, before its first use.",
+    Record.ALLOC: "Make uninitialised storage. Sent when an `empty` tensor is first written or read.",
+    Record.PUT: "Make a tensor from the bytes in the record.",
+    Record.MAP: "Make a tensor from segment `fd` of process `pid`; the worker keeps the mapping as its storage.",
+    Record.FETCH: "Answer with VALUE: the tensor's elements in row-major order.",
+    Record.ASK: "Run an operator whose results the client cannot predict; answer with META.",
+    Record.SEND: "Hand a tensor to worker `dest`; its RECV with the same `transfer` takes it.",
+    Record.RECV: "Wait for the transfer and make a tensor of it.",
+    Record.SEED: "Seed a generator (0: the default one); makes the generator when it is new.",
+    Record.RNG_GET: "Answer with DONE carrying the generator's state as bytes.",
+    Record.RNG_SET: "Set the generator's state from bytes.",
+    Record.SYNC: "Answer with DONE when all before it has been executed, or ERROR with the first unreported failure.",
+    Record.RESIZE: "Resize a storage to `nbytes`, keeping its bytes (as untyped_storage().resize_).",
+    Record.STATS: "Answer with DONE carrying counters: `memory`, or `reset_peak`, or `log` (allocations since asked).",
+    Record.OPTION: "Set a numeric switch on the worker: `deterministic`, `threads`, `flush_denormal`, `record_allocations`.",
+}
+
+#: Fields of the arrays nested in records and messages.
+#: geometry  strides and offset may be nil (row-major, 0); sizes and strides count elements.
+#: tensor    a storage id where the tensor is the storage's first geometry, else a view: [storage, geometry].
+#: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD, maps it and then releases `token`
+#:           (a RELEASE with that number as its storage) so that the owner closes it.
+#: error     see dtorch.errors.RemoteError; `shapes` is text; `site` a client-side number for the source line;
+#:           `kind` is "op" (a user's mistake), "memory", "internal" or "peer".
+#: returns   one per result: [storage, geometry] | [[storage, geometry], ...] | scalar.
+STRUCT_FIELDS: Final[dict[str, str]] = {
+    "geometry": "dtype sizes strides offset flags",
+    "view": "storage geometry",
+    "segment": "pid fd offset nbytes token",
+    "error": "kind type message op shapes site worker",
+}
+
+#: Bits of geometry.flags.
+FLAG_CONJ: Final = 1
+FLAG_NEG: Final = 2

@@ -1,0 +1,64 @@
+// The wire in C++: the twin of dtorch/protocol.py, which explains every message. tests/test_protocol.py compares the
+// two, name by name and number by number.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dtorch {
+
+constexpr int kVersion = 1;
+constexpr size_t kInlineBytes = 64 * 1024;
+
+enum class Message : int {
+  HELLO = 1,
+  RECORDS = 2,
+  SHUTDOWN = 3,
+  BATCH = 10,
+  INCOMING = 11,
+  PEER_DIED = 12,
+  EXIT = 13,
+  WORKER_HELLO = 20,
+  TRANSFER = 21,
+  TRANSFER_DONE = 22,
+  PROGRESS = 23,
+  VALUE = 24,
+  META = 25,
+  DONE = 26,
+  ERROR = 27,
+  READY = 30,
+  REFUSED = 31,
+  WORKER_DIED = 32,
+};
+
+enum class Record : int {
+  OP = 1,
+  RELEASE = 2,
+  DEFINE_OP = 3,
+  ALLOC = 4,
+  PUT = 5,
+  MAP = 6,
+  FETCH = 7,
+  ASK = 8,
+  SEND = 9,
+  RECV = 10,
+  SEED = 11,
+  RNG_GET = 12,
+  RNG_SET = 13,
+  SYNC = 14,
+  RESIZE = 15,
+  STATS = 16,
+  OPTION = 17,
+};
+
+enum class Ext : int8_t {
+  CPU_TENSOR = 1,
+  COMPLEX = 2,
+  GENERATOR = 3,
+  DEVICE = 4,
+};
+
+constexpr int kFlagConj = 1;
+constexpr int kFlagNeg = 2;
+
+}  // namespace dtorch
