@@ -66,6 +66,7 @@ class Message(IntEnum):
     READY = 30
     REFUSED = 31
     WORKER_DIED = 32
+    WORKER_READY = 33
 
 
 #: Fields of every message's first frame after the kind, in order; then, after "|", its further frames.
@@ -85,9 +86,10 @@ MESSAGE_FIELDS: Final[dict[Message, str]] = {
     Message.META: "request worker returns",
     Message.DONE: "request worker result",
     Message.ERROR: "request worker error",
-    Message.READY: "version pids",
+    Message.READY: "version",
     Message.REFUSED: "reason",
     Message.WORKER_DIED: "worker status output",
+    Message.WORKER_READY: "worker pid",
 }
 
 

@@ -29,6 +29,7 @@ enum class Message : int {
   READY = 30,
   REFUSED = 31,
   WORKER_DIED = 32,
+  WORKER_READY = 33,
 };
 
 enum class Record : int {
