@@ -1,0 +1,11 @@
+"""dtorch: one ordinary PyTorch script drives many devices.
+
+Only the client (the user's process) imports torch and registers the device here; the controller and the workers import
+the package for its modules and must not.
+"""
+
+from dtorch import settings
+from dtorch._version import __version__ as __version__
+
+if settings.ROLE.get() == "client":
+    from dtorch.client.api import *  # noqa: F403
