@@ -92,6 +92,29 @@ MESSAGE_FIELDS: Final[dict[Message, str]] = {
     Message.WORKER_READY: "worker pid",
 }
 
+#: What each message says, one sentence each.
+MESSAGE_DOCS: Final[dict[Message, str]] = {
+    Message.HELLO: "The client's first message: its version (WIRE-5) and the workers it wants.",
+    Message.RECORDS: "`count` records for any workers, in the order in which the program made them.",
+    Message.SHUTDOWN: "End the session: workers are told to leave, then the controller leaves.",
+    Message.BATCH: "`count` sequenced records from number `first_seq` on, and releases to apply at once.",
+    Message.INCOMING: "The tensor of a transfer that this worker's RECV waits for, as its sender handed it over.",
+    Message.PEER_DIED: "A worker is gone; what waits for a transfer from it fails with `reason`.",
+    Message.EXIT: "Leave now.",
+    Message.WORKER_HELLO: "A worker's first message; it is ready for records.",
+    Message.TRANSFER: "The tensor of a SEND; the controller passes it to `dest` as INCOMING.",
+    Message.TRANSFER_DONE: "`dest` has taken the tensor; `source` may let go of the segment.",
+    Message.PROGRESS: "All sequenced records up to `executed_seq` have been executed; opens the client's window.",
+    Message.VALUE: "The answer to FETCH: the elements in row-major order.",
+    Message.META: "The answer to ASK: what the operator returned.",
+    Message.DONE: "The answer to SYNC, RNG_GET and STATS.",
+    Message.ERROR: "The answer to a request that failed, or whose tensor an earlier failure poisoned.",
+    Message.READY: "The controller answers HELLO; the session is open although workers may still be starting.",
+    Message.REFUSED: "The controller answers HELLO with why it will not serve this client.",
+    Message.WORKER_DIED: "A worker ended: its exit status in words and the last lines it printed (WIRE-4).",
+    Message.WORKER_READY: "A worker said WORKER_HELLO.",
+}
+
 
 class Record(IntEnum):
     """First element of a record; the second is always the worker's index."""
@@ -154,7 +177,7 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.SYNC: "Answer with DONE when all before it has been executed, or ERROR with the first unreported failure.",
     Record.RESIZE: "Resize a storage to `nbytes`, keeping its bytes (as untyped_storage().resize_).",
     Record.STATS: "Answer with DONE carrying counters: `memory`, or `reset_peak`, or `log` (allocations since asked).",
-    Record.OPTION: "Set a numeric switch on the worker: `deterministic`, `threads`, `flush_denormal`, `record_allocations`.",
+    Record.OPTION: "Set a numeric switch: `deterministic`, `threads`, `flush_denormal`, `record_allocations`.",
 }
 
 #: Fields of the arrays nested in records and messages.
