@@ -17,7 +17,8 @@ saved meanwhile counts as newer.
     python native/build.py              build in place (what is out of date)
     python native/build.py _scheduler   only this module
     python native/build.py --check      only say what the build lacks, torch excepted
-    python native/build.py --torch      print the requirement that setup installs
+    python native/build.py --torch      print the requirement that set-up installs
+    python native/build.py --installed-torch   print the installed torch as a requirement, or fail
 """
 
 from __future__ import annotations
@@ -440,11 +441,14 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="build only these: _client, _worker, _scheduler")
     parser.add_argument("--check", action="store_true", help="only say what the build lacks, torch excepted")
     parser.add_argument("--torch", action="store_true", help="print the torch requirement that set-up installs")
+    parser.add_argument("--installed-torch", action="store_true", help="print the installed torch as a requirement")
     options = parser.parse_args()
     if unknown := set(options.modules) - {module.name for module in MODULES}:
         parser.error(f"there is no native module {', '.join(sorted(unknown))}")
     if options.torch:
         print(f"torch=={TESTED_TORCH}")
+    elif options.installed_torch:
+        print(f"torch=={find_torch().version}")
     elif options.check:
         check(with_torch=False)
     else:
