@@ -1,0 +1,355 @@
+"""The controller's loop: it routes messages between the client and the workers and ends when the client does.
+
+One thread, one poller. It watches four things: the socket from the client, the workers' socket, the one to the client
+(only while something waits to be sent), and one epoll descriptor that holds everything else (the client's pidfd, the
+workers' sentinels, what they print), so that the cost of a turn does not grow with the number of workers.
+
+Nothing here waits for a peer: sockets have no high-water mark, and what has no receiver yet is kept (records for a
+worker that has not said hello, replies for a client that has not connected yet).
+
+Order on a worker's death: what it printed is taken in; the client is told; the other workers are told; whoever waits
+for a transfer to it is released. From then on records for it are dropped and messages from it, if any still come, too.
+
+Any exception is a bug of ours or a peer that breaks the protocol: the traceback goes to stderr, which the client keeps,
+and the controller ends with status 1, taking the workers with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Final, NoReturn
+
+import msgpack
+import zmq
+
+from dtorch import posix, settings
+from dtorch._scheduler import Scheduler
+from dtorch.controller.output import Output
+from dtorch.controller.workers import Death, WorkerCode, Workers, name_of
+from dtorch.protocol import MESSAGE_FIELDS, RECORD_FIELDS, VERSION, Message
+
+#: Seconds that workers get to end by themselves before they are killed.
+GRACE: Final = 0.5
+#: Seconds that the user's stderr gets to take the last lines.
+FLUSH: Final = 0.2
+#: Messages taken from one socket before the others have their turn.
+TURN: Final = 64
+
+_Frames = Sequence[zmq.Frame]  # as received
+_Frame = Any  # something to send: a zmq.Frame as received, or bytes (what split() hands on is either)
+
+
+class ProtocolError(Exception):
+    """A peer sent what it must not."""
+
+
+class ClientGone(Exception):
+    """The client ended before the controller could watch it."""
+
+
+class Controller:
+    """The routing state and the loop."""
+
+    def __init__(self, options: argparse.Namespace, code: WorkerCode) -> None:
+        directory: str = options.directory
+        self._count: int = options.workers
+        self._scheduler = Scheduler(self._count, {int(k): 2 + len(f.split()) for k, f in RECORD_FIELDS.items()})
+        self._events = select.epoll()
+        self._watch_client(options.client_pid)
+
+        self._context = zmq.Context()
+        self._inbox = self._bind(zmq.PULL, directory, "in")
+        self._outbox = self._bind(zmq.PUSH, directory, "out")
+        self._router = self._bind(zmq.ROUTER, directory, "workers")
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._events.fileno(), zmq.POLLIN)
+
+        forward = None if settings.QUIET.get_bool() else options.stderr_fd
+        self._output = Output(os.path.join(directory, "log"), self._events, forward)
+        arguments = (directory, options.threads, options.device)
+        self._workers = Workers(self._count, arguments, self._events, self._output, code)
+
+        self._greeted = False
+        self._running = True
+        self._unsent: deque[Sequence[_Frame]] = deque()  # replies the client has not connected for yet
+        self._waiting: defaultdict[int, list[Sequence[_Frame]]] = defaultdict(list)  # until its worker says hello
+        self._here: set[int] = set()  # workers that said hello
+        self._names = [name_of(w).encode() for w in range(self._count)]
+        self._index_of = {name: w for w, name in enumerate(self._names)}
+        self._transfers: dict[int, tuple[int, int]] = {}  # segment handed on and not taken yet -> (source, dest)
+
+        self.from_client: Final[dict[Message, Callable[[_Frames], None]]] = {
+            Message.HELLO: self._hello,
+            Message.RECORDS: self._records,
+            Message.SHUTDOWN: self._shutdown,
+        }
+        self.from_worker: Final[dict[Message, Callable[[int, _Frames], None]]] = {
+            Message.WORKER_HELLO: self._worker_hello,
+            Message.TRANSFER: self._transfer,
+            Message.TRANSFER_DONE: self._transfer_done,
+            Message.PROGRESS: self._progress,
+            Message.VALUE: self._forward,
+            Message.META: self._forward,
+            Message.DONE: self._forward,
+            Message.ERROR: self._forward,
+        }
+
+    # -- life
+
+    def run(self) -> None:
+        """Serve until the client says SHUTDOWN or is gone."""
+        poll, inbox, router, outbox = self._poller.poll, self._inbox, self._router, self._outbox
+        while self._running:
+            for ready, _ in poll():
+                if ready is router:
+                    self._drain_workers()
+                elif ready is inbox:
+                    self._drain_client()
+                elif ready is outbox:
+                    self._send_unsent()
+                else:
+                    self._drain_events()
+
+    def leave(self) -> None:
+        """End the workers, however busy they are, and reap all descendants."""
+        for worker in self._here:
+            self._router.send_multipart([self._names[worker], _pack(Message.EXIT)])
+        self._workers.stop(GRACE if self._here else 0.0)
+        self._output.flush(FLUSH)
+
+    def _watch_client(self, pid: int) -> None:
+        """LIV-1. Two watches, since each alone misses a case: exec keeps the pid, a forked child the pipe."""
+        self._client_fds = {sys.stdin.fileno()}
+        try:
+            self._client_fds.add(os.pidfd_open(pid))
+        except ProcessLookupError:
+            raise ClientGone from None
+        if os.getppid() != pid:  # it was gone, and the number given to another, before the pidfd was open
+            raise ClientGone
+        for fd in self._client_fds:
+            self._events.register(fd, select.EPOLLIN)
+
+    def _bind(self, kind: int, directory: str, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.bind(f"ipc://{directory}/{name}")
+        return socket
+
+    def _drain_events(self) -> None:
+        for fd, _ in self._events.poll(0):
+            if fd in self._client_fds:
+                self._running = False
+            elif self._output.handles(fd):
+                self._output.ready(fd)
+            elif self._workers.handles(fd):
+                for _ in range(TURN):  # what a worker said before it died comes before its death
+                    if not self._drain_workers():
+                        break
+                for death in self._workers.ready(fd):
+                    self._worker_died(death)
+
+    # -- from the client
+
+    def _drain_client(self) -> None:
+        for _ in range(TURN):
+            try:
+                frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.from_client[_kind(frames[0], self.from_client)](frames)
+
+    def _hello(self, frames: _Frames) -> None:
+        version = msgpack.unpackb(frames[0].buffer)[1]  # other versions may have other fields
+        reason = ""
+        if version != VERSION:
+            reason = (
+                f"the client speaks version {version} of the protocol, the controller version {VERSION}: two "
+                "installations of dtorch are mixed; is there an older one on PYTHONPATH?"
+            )
+        elif (workers := _fields(frames[0], Message.HELLO)[1]) != self._count:
+            reason = f"the client asks for {workers} workers, the controller was started with {self._count}"
+        if reason:
+            self._to_client([_pack(Message.REFUSED, reason)])
+            return
+        self._greeted = True
+        self._to_client([_pack(Message.READY, VERSION)])
+
+    def _records(self, frames: _Frames) -> None:
+        if not self._greeted:
+            raise ProtocolError("records came before a HELLO that was accepted")
+        (count,) = _fields(frames[0], Message.RECORDS)
+        total = 0
+        stream: Any = frames[1]  # a Frame is a buffer, which its stubs do not say
+        for worker, first_seq, sequenced, released, records, releases in self._scheduler.split(stream):
+            total += sequenced + released
+            self._to_worker(worker, [_pack(Message.BATCH, first_seq, sequenced, released), records, releases])
+        if total != count:
+            raise ProtocolError(f"a RECORDS message says {count} records and holds {total}")
+
+    def _shutdown(self, frames: _Frames) -> None:
+        self._running = False
+
+    # -- from the workers
+
+    def _drain_workers(self) -> bool:
+        """Handle one turn's messages; True when there may be more."""
+        for _ in range(TURN):
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            worker = self._index_of.get(identity.bytes)
+            if worker is None:
+                raise ProtocolError(f"a peer calls itself {identity.bytes!r}; the workers are {self._names}")
+            if not self._workers.is_dead(worker):
+                self.from_worker[_kind(frames[0], self.from_worker)](worker, frames)
+        return True
+
+    def _worker_hello(self, worker: int, frames: _Frames) -> None:
+        version, index, pid = _fields(frames[0], Message.WORKER_HELLO)
+        if version != VERSION or index != worker:
+            raise ProtocolError(
+                f"worker {worker} says it is worker {index} and speaks version {version} of the protocol, not {VERSION}"
+            )
+        self._here.add(worker)
+        self._to_client([_pack(Message.WORKER_READY, worker, pid)])
+        for message in self._waiting.pop(worker, ()):
+            self._to_worker(worker, message)
+
+    def _forward(self, worker: int, frames: _Frames) -> None:
+        self._to_client(frames)
+
+    def _progress(self, worker: int, frames: _Frames) -> None:
+        _, seq = _fields(frames[0], Message.PROGRESS)
+        self._scheduler.executed(worker, seq)
+        self._to_client(frames)
+
+    def _transfer(self, worker: int, frames: _Frames) -> None:
+        transfer, source, dest, payload = _fields(frames[0], Message.TRANSFER)
+        if source != worker or not 0 <= dest < self._count:
+            raise ProtocolError(f"worker {worker} sent a transfer from worker {source} to worker {dest}")
+        if self._workers.is_dead(dest):
+            self._release_transfer(transfer, source, dest)
+            return
+        if not isinstance(payload, bytes):
+            self._transfers[transfer] = (source, dest)
+        self._to_worker(dest, [_pack(Message.INCOMING, transfer, payload)])
+
+    def _transfer_done(self, worker: int, frames: _Frames) -> None:
+        transfer, source, dest = _fields(frames[0], Message.TRANSFER_DONE)
+        if dest != worker or not 0 <= source < self._count:
+            raise ProtocolError(f"worker {worker} ended a transfer from worker {source} to worker {dest}")
+        self._transfers.pop(transfer, None)
+        self._release_transfer(transfer, source, dest)
+
+    def _release_transfer(self, transfer: int, source: int, dest: int) -> None:
+        """Tell the source that its segment is not needed any longer."""
+        self._to_worker(source, [_pack(Message.TRANSFER_DONE, transfer, source, dest)])
+
+    def _worker_died(self, death: Death) -> None:
+        dead = death.worker
+        self._here.discard(dead)
+        self._waiting.pop(dead, None)
+        self._to_client([_pack(Message.WORKER_DIED, dead, death.status, death.output)])
+        for worker in range(self._count):
+            self._to_worker(worker, [_pack(Message.PEER_DIED, dead, death.status)])
+        for transfer, (source, dest) in list(self._transfers.items()):
+            if dead in (source, dest):
+                del self._transfers[transfer]
+                if dest == dead:
+                    self._release_transfer(transfer, source, dest)
+
+    # -- sending
+
+    def _to_worker(self, worker: int, message: Sequence[_Frame]) -> None:
+        if worker in self._here:
+            self._router.send_multipart([self._names[worker], *message], copy=False)
+        elif not self._workers.is_dead(worker):
+            self._waiting[worker].append(message)
+
+    def _to_client(self, message: Sequence[_Frame]) -> None:
+        self._unsent.append(message)
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        was_blocked = self._outbox in self._poller
+        while self._unsent:
+            try:
+                self._outbox.send_multipart(self._unsent[0], zmq.NOBLOCK, copy=False)
+            except zmq.Again:  # no client has connected yet: there is no other reason without a high-water mark
+                self._poller.register(self._outbox, zmq.POLLOUT)
+                return
+            self._unsent.popleft()
+        if was_blocked:
+            self._poller.unregister(self._outbox)
+
+
+def _pack(kind: Message, *fields: object) -> bytes:
+    assert len(fields) == len(MESSAGE_FIELDS[kind].split("|")[0].split()), kind
+    return msgpack.packb([int(kind), *fields])
+
+
+def _kind(frame: zmq.Frame, known: Container[int]) -> Message:
+    """The kind without decoding the frame, which may be large: a message is an array of fewer than 16 elements."""
+    head = frame.buffer[:2]
+    if len(head) < 2 or head[0] & 0xF0 != 0x90 or head[1] not in known:
+        raise ProtocolError(f"no message to the controller starts with bytes {bytes(head).hex()!r}")
+    return Message(head[1])
+
+
+def _fields(frame: zmq.Frame, kind: Message) -> list[Any]:
+    """The fields after the kind."""
+    names = MESSAGE_FIELDS[kind].split("|")[0].split()
+    values: list[Any] = msgpack.unpackb(frame.buffer)[1:]
+    if len(values) != len(names):
+        raise ProtocolError(f"{kind.name} has {len(values)} fields, not {len(names)} ({', '.join(names)})")
+    return values
+
+
+def main(argv: Sequence[str], code: WorkerCode | None = None) -> NoReturn:
+    """Run a controller in this process, which ends with it. ``code`` is what the workers run (tests have their own)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by all that is started here
+    if os.getsid(0) != os.getpid():
+        os.setsid()  # LIV-6
+    parser = argparse.ArgumentParser(prog="python -m dtorch.controller", description=__doc__)
+    parser.add_argument("--directory", required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--client-pid", type=int, required=True)
+    parser.add_argument("--stderr-fd", type=int, required=True)
+    options = parser.parse_args(argv)
+    tempfile.tempdir = options.directory  # the fork server's own socket shall lie there, and vanish with it
+
+    status = 1
+    controller = None
+    try:
+        controller = Controller(options, code or WorkerCode())
+        controller.run()
+        status = 0
+    except ClientGone:
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    try:
+        if controller:
+            controller.leave()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    shutil.rmtree(options.directory, ignore_errors=True)
+    posix.end_descendants()
+    sys.stderr.flush()
+    os._exit(status)  # no exit handler: the standard library's would wait for the workers

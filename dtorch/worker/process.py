@@ -1,0 +1,70 @@
+"""What a worker does between the fork and the executor's loop.
+
+It runs in a child of the fork server, which has imported everything already. The order matters: first the bond to the
+parent (LIV-2), so that nothing later can leave it behind; then its output, so that everything later is heard of; then
+threads and sockets, which must not exist before the fork.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+
+import msgpack
+import torch
+import zmq
+
+from dtorch import _worker, posix, zmq_api
+from dtorch.protocol import VERSION, Message
+
+#: The process that imported this module, which is the fork server; its children see their parent's pid here.
+_FORK_SERVER = os.getpid()
+
+
+def main(directory: str, worker: int, threads: int, device: str) -> None:
+    """Be worker number ``worker`` until the controller says EXIT; the process ends when this returns.
+
+    ``threads`` is the number of threads an operator may use. ``device`` is "cpu".
+    """
+    posix.die_with_parent(_FORK_SERVER)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name = f"worker-{worker}"
+    posix.set_name(f"dtorch-{name}")
+    take_output(directory, name)
+    faulthandler.enable()
+    if device != "cpu":
+        raise ValueError(f"a worker for device {device!r} cannot be; this version has CPU workers only")
+    torch.set_num_threads(threads)
+    try:
+        torch.set_num_interop_threads(1)
+    except RuntimeError:
+        pass  # torch allows it only before its pool exists; one that exists idles
+
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.set_hwm(0)
+    dealer.linger = 0
+    dealer.setsockopt(zmq.IDENTITY, name.encode())
+    dealer.connect(f"ipc://{directory}/workers")
+    dealer.send(msgpack.packb([Message.WORKER_HELLO, VERSION, worker, os.getpid()]))
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker is made by multiprocessing"
+    _worker.run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel)
+    dealer.close()
+    context.term()
+
+
+def take_output(directory: str, name: str) -> None:
+    """Make a connection to the controller's log this process's stdout and stderr."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as log:
+        log.connect(os.path.join(directory, "log"))
+        log.sendall(name.encode() + b"\n")
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
