@@ -89,22 +89,6 @@ class Controller:
         self._index_of = {name: w for w, name in enumerate(self._names)}
         self._transfers: dict[int, tuple[int, int]] = {}  # segment handed on and not taken yet -> (source, dest)
 
-        self.from_client: Final[dict[Message, Callable[[_Frames], None]]] = {
-            Message.HELLO: self._hello,
-            Message.RECORDS: self._records,
-            Message.SHUTDOWN: self._shutdown,
-        }
-        self.from_worker: Final[dict[Message, Callable[[int, _Frames], None]]] = {
-            Message.WORKER_HELLO: self._worker_hello,
-            Message.TRANSFER: self._transfer,
-            Message.TRANSFER_DONE: self._transfer_done,
-            Message.PROGRESS: self._progress,
-            Message.VALUE: self._forward,
-            Message.META: self._forward,
-            Message.DONE: self._forward,
-            Message.ERROR: self._forward,
-        }
-
     # -- life
 
     def run(self) -> None:
@@ -168,7 +152,7 @@ class Controller:
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self.from_client[_kind(frames[0], self.from_client)](frames)
+            FROM_CLIENT[_kind(frames[0], FROM_CLIENT)](self, frames)
 
     def _hello(self, frames: _Frames) -> None:
         version = msgpack.unpackb(frames[0].buffer)[1]  # other versions may have other fields
@@ -214,7 +198,7 @@ class Controller:
             if worker is None:
                 raise ProtocolError(f"a peer calls itself {identity.bytes!r}; the workers are {self._names}")
             if not self._workers.is_dead(worker):
-                self.from_worker[_kind(frames[0], self.from_worker)](worker, frames)
+                FROM_WORKER[_kind(frames[0], FROM_WORKER)](self, worker, frames)
         return True
 
     def _worker_hello(self, worker: int, frames: _Frames) -> None:
@@ -294,6 +278,24 @@ class Controller:
             self._unsent.popleft()
         if was_blocked:
             self._poller.unregister(self._outbox)
+
+
+#: What the controller does with each message; a test asks for all that the protocol has.
+FROM_CLIENT: Final[dict[Message, Callable[[Controller, _Frames], None]]] = {
+    Message.HELLO: Controller._hello,
+    Message.RECORDS: Controller._records,
+    Message.SHUTDOWN: Controller._shutdown,
+}
+FROM_WORKER: Final[dict[Message, Callable[[Controller, int, _Frames], None]]] = {
+    Message.WORKER_HELLO: Controller._worker_hello,
+    Message.TRANSFER: Controller._transfer,
+    Message.TRANSFER_DONE: Controller._transfer_done,
+    Message.PROGRESS: Controller._progress,
+    Message.VALUE: Controller._forward,
+    Message.META: Controller._forward,
+    Message.DONE: Controller._forward,
+    Message.ERROR: Controller._forward,
+}
 
 
 def _pack(kind: Message, *fields: object) -> bytes:
