@@ -29,8 +29,8 @@ class RemoteError(DtorchError):
     """An operator failed on a worker; raised where a value that depends on it is asked for.
 
     Attributes: ``op`` (its name), ``shapes`` (the arguments, as text), ``worker`` (its index), ``filename`` and
-    ``lineno`` (the client's own line that issued the op), ``stack`` (list of ``(filename, lineno, function)``, innermost
-    first), ``remote_type`` (the exception's type on the worker) and ``remote_message``.
+    ``lineno`` (the client's own line that issued the op), ``stack`` (list of ``(filename, lineno, function)``,
+    innermost first), ``remote_type`` (the exception's type on the worker) and ``remote_message``.
     """
 
     def __init__(
