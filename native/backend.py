@@ -17,8 +17,6 @@ from setuptools.build_meta import (
     build_editable,
     build_sdist,
     get_requires_for_build_sdist,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +46,17 @@ def get_requires_for_build_wheel(config_settings: Config = None) -> list[str]:
 def get_requires_for_build_editable(config_settings: Config = None) -> list[str]:
     build.check()
     return build_meta.get_requires_for_build_editable(config_settings)
+
+
+# Without build isolation pip does not ask for requirements; the metadata comes first there.
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Config = None) -> str:
+    build.check()
+    return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Config = None) -> str:
+    build.check()
+    return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
 
 
 def build_wheel(wheel_directory: str, config_settings: Config = None, metadata_directory: str | None = None) -> str:

@@ -58,13 +58,13 @@ install_packages() {
   if ! torch=$("$venv/bin/python" native/build.py --installed-torch 2>/dev/null); then
     need_disk 4000 # torch and what the examples and tests need take 1.5 GiB unpacked; with CUDA much more
     torch=$("$venv/bin/python" native/build.py --torch)
-    step "installing $torch" pip install --quiet "$torch" "setuptools>=77" wheel
+    step "installing $torch" pip install -qq "$torch" "setuptools>=77" wheel
   fi
   "$venv/bin/python" native/build.py
   torch=$("$venv/bin/python" native/build.py --installed-torch)
   # torch is named once more so that nothing else replaces it; the build is the one just made, so not isolated.
   step "installing dtorch and what its examples and tests need" \
-    pip install --quiet --no-build-isolation --editable '.[examples,test]' "$torch" "setuptools>=77" wheel
+    pip install -qq --no-build-isolation --editable '.[examples,test]' "$torch" "setuptools>=77" wheel
 }
 
 recipe() { cat setup.cfg setup.py pyproject.toml scripts/setup.sh | sha256sum; }
