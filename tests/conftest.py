@@ -2,8 +2,8 @@
 
 * A test that takes longer than ALARM seconds fails, with the stack of every thread.
 * A test after which a process or directory of an engine is left fails, and names it. The shared engine is exempt.
-* ``engine`` is the running engine (two CPU workers), shared by all tests that ask for it; it is started again when a test
-  has ended or hurt it. ``no_engine`` is for tests that start their own.
+* ``engine`` is the running engine (two CPU workers), shared by all tests that ask for it and started anew when one of
+  them has ended or hurt it. ``no_engine`` is for tests that start their own.
 """
 
 from __future__ import annotations

@@ -42,6 +42,15 @@ def command_of(pid: int) -> str:
         return "?"
 
 
+def name_of(pid: int) -> str:
+    """What the process calls itself (see dtorch.posix.set_name)."""
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return "?"
+
+
 def ours() -> set[int]:
     """The living processes that this test run started."""
     mark = f"{MARK}={os.environ[MARK]}".encode()

@@ -30,10 +30,12 @@ imported, while the loop already answers the client.
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import select
 import sys
+import termios
 import threading
 import time
 from collections import deque
@@ -116,10 +118,14 @@ class Workers:
         self._poll.unregister(fd)
         if worker in self._dead:
             return []
-        exitcode = self._processes[worker].exitcode
-        if self._server_status() is not None and exitcode == 255:  # no code came: the pipe's other end was the server's
+        if (
+            _bytes_in(fd) == 0
+        ):  # the pipe was closed without a code: the fork server is dying, and will be a zombie soon
+            wait([self._server_fd], 1.0)
             return self._server_died()
-        return [self._bury(worker, posix.in_words(255 if exitcode is None else exitcode))]
+        exitcode = self._processes[worker].exitcode
+        assert exitcode is not None
+        return [self._bury(worker, posix.in_words(exitcode))]
 
     def stop(self, grace: float) -> None:
         """Give the workers ``grace`` seconds to end by themselves, then end every descendant (LIV-3, LIV-5)."""
@@ -205,7 +211,7 @@ class Workers:
                 self._by_sentinel[process.sentinel] = worker
                 self._poll.register(process.sentinel, select.EPOLLIN)
             elif worker not in self._dead:
-                if self._server_status() is not None:
+                if wait([self._server_fd], 1.0):  # it was dying, and is a zombie now
                     deaths += self._server_died()
                 else:
                     deaths.append(self._bury(worker, why))
@@ -217,6 +223,10 @@ class Workers:
         if not output:  # it never came as far as its own output
             output = self._output.last_lines(FORK_SERVER)
         return Death(worker, status, output)
+
+
+def _bytes_in(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _run(module: str, *arguments: object) -> None:

@@ -8,12 +8,9 @@ threads and sockets, which must not exist before the fork.
 from __future__ import annotations
 
 import faulthandler
-import io
 import multiprocessing
 import os
 import signal
-import socket
-import sys
 
 import msgpack
 import torch
@@ -21,6 +18,7 @@ import zmq
 
 from dtorch import _worker, posix, zmq_api
 from dtorch.protocol import VERSION, Message
+from dtorch.worker.output import take_output
 
 #: The process that imported this module, which is the fork server; its children see their parent's pid here.
 _FORK_SERVER = os.getpid()
@@ -57,14 +55,3 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     _worker.run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel)
     dealer.close()
     context.term()
-
-
-def take_output(directory: str, name: str) -> None:
-    """Make a connection to the controller's log this process's stdout and stderr."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as log:
-        log.connect(os.path.join(directory, "log"))
-        log.sendall(name.encode() + b"\n")
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
