@@ -52,6 +52,13 @@ def test_wire5_another_version_is_refused(fields: tuple[object, ...]) -> None:
         assert f"the client speaks version {VERSION + 1} of the protocol, the controller version {VERSION}" in reason
 
 
+def test_hello_is_answered_before_anything_else_is_told() -> None:
+    with bare_controller(1, FAKE_PRELOAD="fail") as c:
+        assert processes.wait_until(lambda: "OSError" in c.output(), PATIENCE)
+        c.hello()
+        assert c.receive()[:2] == [Message.WORKER_DIED, 0]
+
+
 def test_another_number_of_workers_is_refused() -> None:
     with bare_controller(2) as c:
         c.send(Message.HELLO, VERSION, 3, "cpu", 1)

@@ -291,6 +291,8 @@ def test_eight_workers_import_torch_once(no_engine: None) -> None:
     for pid, has_torch in ((pids["controller"], False), (server, True)):
         with open(f"/proc/{pid}/maps") as maps:
             assert ("libtorch" in maps.read()) == has_torch
+    # The fork server must stay single-threaded for its forks to be safe.
+    assert len(os.listdir(f"/proc/{server}/task")) == 1
     # A worker shares the fork server's pages: its own ones are a fraction of a torch import's.
     assert max(_private_mib(pid) for pid in workers) < 60
 

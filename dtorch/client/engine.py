@@ -231,13 +231,13 @@ class Engine:
             with self._news:
                 self.dead_workers[worker] = death
                 self._news.notify_all()
-            _client.worker_died(worker, str(death))  # ENG-4
+            _call(on_completed, _client.worker_died(worker, str(death)))  # ENG-4
         else:
             raise AssertionError(f"the client has no use for message {kind}")
 
     def _controller_died(self, death: ControllerDied) -> None:
         self.death = death
-        _client.detach(str(death))  # ENG-4
+        _call(on_completed, _client.detach(str(death)))  # ENG-4
         self._directory.remove()
         with self._news:
             self._news.notify_all()
@@ -261,7 +261,7 @@ class Engine:
 
     def _shut_down(self, on_reply_thread: bool) -> None:
         deadline = time.monotonic() + SHUTDOWN_PATIENCE
-        _client.detach("the engine was shut down")
+        _call(on_completed, _client.detach("the engine was shut down"))
         os.eventfd_write(self._wake, 1)
         if not on_reply_thread:
             # It may be in a callback of the program's that takes its time; then it closes its socket later.
@@ -364,7 +364,8 @@ def start(workers: int, threads_per_worker: int, device: str) -> Engine:
     global _current
     with _lock:
         if _current is not None:
-            raise EngineError("an engine is running; dtorch.shutdown() ends it")
+            state = "died" if _current.death else "is running"
+            raise EngineError(f"an engine {state} that was not shut down; call dtorch.shutdown() first")
         _current = Engine(workers, threads_per_worker, device)
         return _current
 

@@ -84,9 +84,10 @@ class Controller:
         arguments = (directory, options.threads, options.device)
         self._workers = Workers(self._count, arguments, self._events, self._output, code)
 
-        self._greeted = False
+        self._answered = False  # HELLO; nothing is sent to the client before the answer
+        self._greeted = False  # and accepted
         self._running = True
-        self._unsent: deque[Sequence[_Frame]] = deque()  # replies the client has not connected for yet
+        self._unsent: deque[Sequence[_Frame]] = deque()  # the client has not said HELLO, or not connected, yet
         self._waiting: defaultdict[int, list[Sequence[_Frame]]] = defaultdict(list)  # until its worker says hello
         self._here: set[int] = set()  # workers that said hello
         self._names = [name_of(w).encode() for w in range(self._count)]
@@ -167,11 +168,10 @@ class Controller:
             )
         elif (workers := _fields(frames[0], Message.HELLO)[1]) != self._count:
             reason = f"the client asks for {workers} workers, the controller was started with {self._count}"
-        if reason:
-            self._to_client([_pack(Message.REFUSED, reason)])
-            return
-        self._greeted = True
-        self._to_client([_pack(Message.READY, VERSION)])
+        self._greeted = not reason
+        self._answered = True
+        self._unsent.appendleft([_pack(Message.REFUSED, reason) if reason else _pack(Message.READY, VERSION)])
+        self._send_unsent()
 
     def _records(self, frames: _Frames) -> None:
         if not self._greeted:
@@ -270,6 +270,8 @@ class Controller:
         self._send_unsent()
 
     def _send_unsent(self) -> None:
+        if not self._answered:
+            return
         was_blocked = self._outbox in self._poller
         while self._unsent:
             try:
