@@ -131,8 +131,11 @@ def test_transfers_reach_their_worker_and_come_back() -> None:
         c.up()
         segment = [0, 17, 0, 4096, 5]
         c.order(0, "transfer", [1, segment])
-        assert processes.wait_until(lambda: ["TRANSFER_DONE", 1, 0, 1] in c.sync(0), PATIENCE)
+        assert processes.wait_until(lambda: ["TRANSFER_DONE", 5, 0, 1] in c.sync(0), PATIENCE)
         c.order(0, "transfer", [1, b"bytes"])
+        error = ["op", "IndexError", "text", "op", "", 0, 0]
+        c.order(0, "transfer", [1, error])
+        assert processes.wait_until(lambda: ["INCOMING", 1, error] in c.sync(1), PATIENCE)
         assert processes.wait_until(lambda: ["INCOMING", 1, b"bytes"] in c.sync(1), PATIENCE)
         assert ["INCOMING", 1, segment] in c.sync(1)
 
@@ -278,7 +281,7 @@ def test_a_transfer_to_a_dead_worker_is_released() -> None:
         c.order(1, "exit", 1)
         c.receive_kind(Message.WORKER_DIED)
         c.order(0, "transfer", [1, [0, 17, 0, 4096, 5]])
-        assert processes.wait_until(lambda: ["TRANSFER_DONE", 1, 0, 1] in c.sync(0), PATIENCE)
+        assert processes.wait_until(lambda: ["TRANSFER_DONE", 5, 0, 1] in c.sync(0), PATIENCE)
 
 
 def test_a_transfer_is_released_when_its_worker_dies_before_taking_it() -> None:
@@ -287,9 +290,9 @@ def test_a_transfer_is_released_when_its_worker_dies_before_taking_it() -> None:
         c.order(1, "keep")
         c.order(0, "transfer", [1, [0, 17, 0, 4096, 5]])
         assert processes.wait_until(lambda: ["INCOMING", 1, [0, 17, 0, 4096, 5]] in c.sync(1), PATIENCE)
-        assert ["TRANSFER_DONE", 1, 0, 1] not in c.sync(0)
+        assert ["TRANSFER_DONE", 5, 0, 1] not in c.sync(0)
         c.order(1, "exit", 1)
-        assert processes.wait_until(lambda: ["TRANSFER_DONE", 1, 0, 1] in c.sync(0), PATIENCE)
+        assert processes.wait_until(lambda: ["TRANSFER_DONE", 5, 0, 1] in c.sync(0), PATIENCE)
 
 
 def test_liv2_the_fork_servers_death_is_every_workers() -> None:

@@ -53,8 +53,8 @@ def _nobody_waits(requests: list[int]) -> None:
     pass
 
 
-#: Called on the reply thread with the numbers of completed requests that have callbacks; ``futures.py`` puts its own
-#: here.
+#: Called with the numbers of completed requests that have callbacks, on the reply thread or, for those that shutting
+#: down fails, on the thread that does it. ``futures.py`` puts its own here.
 on_completed: Callable[[list[int]], None] = _nobody_waits
 
 
@@ -199,11 +199,13 @@ class Engine:
 
     def _take_replies(self) -> None:
         try:
-            while True:
+            while not self._ended:
                 what, value = _client.receive(self._pull.underlying, [self._wake, self._controller])
                 if what == "completed":
-                    _call(on_completed, value)
+                    assert isinstance(value, list)
+                    _tell_completed(value)
                 elif what == "message":
+                    assert isinstance(value, bytes)
                     self._take_message(value)
                 elif value == self._wake:
                     return
@@ -231,16 +233,17 @@ class Engine:
             with self._news:
                 self.dead_workers[worker] = death
                 self._news.notify_all()
-            _call(on_completed, _client.worker_died(worker, str(death)))  # ENG-4
+            _tell_completed(_client.worker_died(worker, str(death)))  # ENG-4
         else:
             raise AssertionError(f"the client has no use for message {kind}")
 
     def _controller_died(self, death: ControllerDied) -> None:
         self.death = death
-        _call(on_completed, _client.detach(str(death)))  # ENG-4
+        completed = _client.detach(str(death))  # ENG-4
         self._directory.remove()
         with self._news:
             self._news.notify_all()
+        _tell_completed(completed)
 
     # -- the end
 
@@ -252,16 +255,19 @@ class Engine:
         # Two may end it at once. The second waits, but not on the reply thread, for which the first is waiting.
         if not self._ending.acquire(blocking=not on_reply_thread):
             return
+        completed: list[int] = []
         try:
             if not self._ended:
                 self._ended = True
-                self._shut_down(on_reply_thread)
+                completed = self._shut_down(on_reply_thread)
         finally:
             self._ending.release()
+        _tell_completed(completed)  # without the lock: a callback may shut down too
 
-    def _shut_down(self, on_reply_thread: bool) -> None:
+    def _shut_down(self, on_reply_thread: bool) -> list[int]:
+        """Returns the requests that failed by it and have callbacks."""
         deadline = time.monotonic() + SHUTDOWN_PATIENCE
-        _call(on_completed, _client.detach("the engine was shut down"))
+        completed = _client.detach("the engine was shut down")
         os.eventfd_write(self._wake, 1)
         if not on_reply_thread:
             # It may be in a callback of the program's that takes its time; then it closes its socket later.
@@ -280,6 +286,7 @@ class Engine:
         self._close()
         with self._news:
             self._news.notify_all()
+        return completed
 
     def _kill(self) -> None:
         """End what is left of the engine's session, and reap the controller."""
@@ -312,24 +319,27 @@ class Engine:
     def _close(self) -> None:
         """Give back descriptors, sockets and the directory, as far as the start had come."""
         self._directory.remove()
+        if hasattr(self, "_push"):
+            self._push.close()
+        thread = getattr(self, "_thread", None)
+        if thread and thread.is_alive():
+            return  # it is in a callback of the program's and may yet look at the rest, which goes with the process
+        if hasattr(self, "_pull"):
+            self._pull.close()  # where there is a thread, it has done that already
+        if hasattr(self, "_context"):
+            self._context.term()
         for name in ("_errors", "_controller", "_wake"):
             fd: int | None = getattr(self, name, None)
             if fd is not None:
                 os.close(fd)
                 delattr(self, name)
-        thread = getattr(self, "_thread", None)
-        if hasattr(self, "_push"):
-            self._push.close()
-        if hasattr(self, "_pull") and thread is None:
-            self._pull.close()
-        if hasattr(self, "_context") and not (thread and thread.is_alive()):
-            self._context.term()
 
 
-def _call(callback: Callable[[list[int]], None], requests: list[int]) -> None:
-    """A callback's failure is the program's; the replies go on."""
+def _tell_completed(requests: list[int]) -> None:
+    """Run the callbacks; a failure of theirs must not end the thread that runs them."""
     try:
-        callback(requests)
+        if requests:
+            on_completed(requests)
     except Exception:
         traceback.print_exc()
 

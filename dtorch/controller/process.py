@@ -7,8 +7,8 @@ workers' sentinels, what they print), so that the cost of a turn does not grow w
 Nothing here waits for a peer: sockets have no high-water mark, and what has no receiver yet is kept (records for a
 worker that has not said hello, replies for a client that has not connected yet).
 
-Order on a worker's death: what it printed is taken in; the client is told; the other workers are told; whoever waits
-for a transfer to it is released. From then on records for it are dropped and messages from it, if any still come, too.
+Order on a worker's death: what it printed is taken in; the client is told; the other workers are told; a segment
+lent to it goes back to its owner. From then on records for it are dropped and messages from it, if any still come, too.
 
 Any exception is a bug of ours or a peer that breaks the protocol: the traceback goes to stderr, which the client keeps,
 and the controller ends with status 1, taking the workers with it.
@@ -35,7 +35,7 @@ from dtorch import posix, settings
 from dtorch._scheduler import Scheduler
 from dtorch.controller.output import Output
 from dtorch.controller.workers import Death, WorkerCode, Workers, name_of
-from dtorch.protocol import MESSAGE_FIELDS, RECORD_FIELDS, VERSION, Message
+from dtorch.protocol import MESSAGE_FIELDS, RECORD_FIELDS, STRUCT_FIELDS, VERSION, Message
 
 #: Seconds that workers get to end by themselves before they are killed.
 GRACE: Final = 0.5
@@ -46,6 +46,8 @@ TURN: Final = 64
 
 #: The names of each message's fields in its first frame.
 _NAMES: Final = {kind: fields.partition("|")[0].split() for kind, fields in MESSAGE_FIELDS.items()}
+
+_SEGMENT: Final = STRUCT_FIELDS["segment"].split()
 
 _Handler = TypeVar("_Handler", bound=Callable[..., None])
 _Frames = Sequence[zmq.Frame]  # as received
@@ -92,7 +94,7 @@ class Controller:
         self._here: set[int] = set()  # workers that said hello
         self._names = [name_of(w).encode() for w in range(self._count)]
         self._index_of = {name: w for w, name in enumerate(self._names)}
-        self._transfers: dict[int, tuple[int, int]] = {}  # segment handed on and not taken yet -> (source, dest)
+        self._lent: set[tuple[int, int, int]] = set()  # segments handed on, not taken yet: (token, source, dest)
 
     # -- life
 
@@ -226,23 +228,25 @@ class Controller:
         transfer, source, dest, payload = _fields(frames[0], Message.TRANSFER)
         if source != worker or not 0 <= dest < self._count:
             raise ProtocolError(f"worker {worker} sent a transfer from worker {source} to worker {dest}")
-        if self._workers.is_dead(dest):
-            self._release_transfer(transfer, source, dest)
-            return
-        if not isinstance(payload, bytes):
-            self._transfers[transfer] = (source, dest)
+        is_segment = isinstance(payload, list) and len(payload) == len(_SEGMENT)
+        if is_segment:  # else the bytes themselves, or the error that took the value's place
+            loan = (payload[_SEGMENT.index("token")], source, dest)
+            if self._workers.is_dead(dest):
+                self._give_back(loan)
+                return
+            self._lent.add(loan)
         self._to_worker(dest, [_pack(Message.INCOMING, transfer, payload)])
 
     def _transfer_done(self, worker: int, frames: _Frames) -> None:
-        transfer, source, dest = _fields(frames[0], Message.TRANSFER_DONE)
+        token, source, dest = _fields(frames[0], Message.TRANSFER_DONE)
         if dest != worker or not 0 <= source < self._count:
             raise ProtocolError(f"worker {worker} ended a transfer from worker {source} to worker {dest}")
-        self._transfers.pop(transfer, None)
-        self._release_transfer(transfer, source, dest)
+        self._lent.discard((token, source, dest))
+        self._give_back((token, source, dest))
 
-    def _release_transfer(self, transfer: int, source: int, dest: int) -> None:
+    def _give_back(self, loan: tuple[int, int, int]) -> None:
         """Tell the source that its segment is not needed any longer."""
-        self._to_worker(source, [_pack(Message.TRANSFER_DONE, transfer, source, dest)])
+        self._to_worker(loan[1], [_pack(Message.TRANSFER_DONE, *loan)])
 
     def _worker_died(self, death: Death) -> None:
         dead = death.worker
@@ -251,11 +255,9 @@ class Controller:
         self._to_client([_pack(Message.WORKER_DIED, dead, death.status, death.output)])
         for worker in range(self._count):
             self._to_worker(worker, [_pack(Message.PEER_DIED, dead, death.status)])
-        for transfer, (source, dest) in list(self._transfers.items()):
-            if dead in (source, dest):
-                del self._transfers[transfer]
-                if dest == dead:
-                    self._release_transfer(transfer, source, dest)
+        for loan in [loan for loan in self._lent if dead in loan[1:]]:
+            self._lent.remove(loan)
+            self._give_back(loan)  # dropped when the source is the dead one
 
     # -- sending
 

@@ -16,7 +16,8 @@ import msgpack
 import torch
 import zmq
 
-from dtorch import _worker, posix, zmq_api
+from dtorch import posix, zmq_api
+from dtorch._worker import run
 from dtorch.protocol import VERSION, Message
 from dtorch.worker.output import take_output
 
@@ -52,6 +53,6 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     dealer.send(msgpack.packb([Message.WORKER_HELLO, VERSION, worker, os.getpid()]))
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is made by multiprocessing"
-    _worker.run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel)
+    run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel)
     dealer.close()
     context.term()
