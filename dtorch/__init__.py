@@ -8,4 +8,8 @@ from dtorch import settings
 from dtorch._version import __version__ as __version__
 
 if settings.ROLE.get() == "client":
+    from dtorch.client import api as _api
     from dtorch.client.api import *  # noqa: F403
+
+    def __getattr__(name: str) -> object:
+        return _api.fallback(name)

@@ -80,7 +80,7 @@ MESSAGE_FIELDS: Final[dict[Message, str]] = {
     Message.EXIT: "",
     Message.WORKER_HELLO: "version worker pid",
     Message.TRANSFER: "transfer source dest payload",
-    Message.TRANSFER_DONE: "transfer source dest",
+    Message.TRANSFER_DONE: "token source dest",
     Message.PROGRESS: "worker executed_seq",
     Message.VALUE: "request worker geometry payload",
     Message.META: "request worker returns",

@@ -1,0 +1,3 @@
+"""Stub of the worker's native module (native/worker/module.cpp)."""
+
+def run(api: dict[str, int], dealer_socket: int, worker: int, parent_fd: int) -> int: ...

@@ -1,0 +1,111 @@
+"""What ``import dtorch`` offers: the public names, and the device registered with PyTorch.
+
+Any other name of the torch namespace is reachable as ``dtorch.X`` and is ``torch.X``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from dtorch import _buildcheck
+
+_buildcheck.check()
+
+from dtorch import _client  # noqa: E402 (only after the check: a build for another torch must not be loaded)
+
+_client.register(os.path.dirname(torch.__file__) + "/", os.path.dirname(os.path.dirname(__file__)) + "/")
+torch.utils.rename_privateuse1_backend("dtorch")
+
+from dtorch.client import device_module, factories, values  # noqa: E402
+from dtorch.client.device_module import (  # noqa: E402
+    allocation_log,
+    current_device,
+    device,
+    empty_cache,
+    get_rng_state,
+    manual_seed,
+    manual_seed_all,
+    max_memory_allocated,
+    memory_allocated,
+    reset_peak_memory_stats,
+    set_device,
+    set_rng_state,
+    synchronize,
+    worker_stats,
+)
+from dtorch.client.futures import TensorFuture  # noqa: E402
+from dtorch.client.lifecycle import device_count, init, is_initialized, shutdown  # noqa: E402
+from dtorch.errors import (  # noqa: E402
+    ControllerDied,
+    DtorchError,
+    EngineError,
+    InternalError,
+    OutOfMemoryError,
+    RemoteError,
+    WorkerDied,
+)
+
+torch._register_device_module("dtorch", device_module)
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+values.install()
+
+for _name in factories.NAMES:
+    globals()[_name] = factories.make(_name)
+
+
+def client_stats() -> dict[str, int]:
+    """Counters of the client: records, releases, batches and bytes written, waits for backpressure, geometry misses."""
+    return _client.counters()
+
+
+def progress() -> list[tuple[int, int]]:
+    """Per worker: (records issued, records executed) as far as the client knows. Does not wait."""
+    return _client.progress()
+
+
+__all__ = [
+    "ControllerDied",
+    "DtorchError",
+    "EngineError",
+    "InternalError",
+    "OutOfMemoryError",
+    "RemoteError",
+    "TensorFuture",
+    "WorkerDied",
+    "allocation_log",
+    "client_stats",
+    "current_device",
+    "device",
+    "device_count",
+    "empty_cache",
+    "get_rng_state",
+    "init",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "memory_allocated",
+    "progress",
+    "reset_peak_memory_stats",
+    "set_device",
+    "set_rng_state",
+    "shutdown",
+    "synchronize",
+    "worker_stats",
+    *factories.NAMES,
+]
+
+
+def fallback(name: str) -> Any:
+    """``dtorch.X`` for a name of torch's: torch.X itself."""
+    try:
+        return getattr(torch, name)
+    except AttributeError:
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}, nor has torch") from None
+
+
+assert sys.byteorder == "little", "dtorch's records carry element bytes as they are; little-endian machines only"

@@ -1,0 +1,114 @@
+"""init() and shutdown(): when an engine runs, with which arguments, and what the defaults are."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Final
+
+import torch
+
+from dtorch import _client, settings
+from dtorch.client import engine
+from dtorch.errors import EngineError
+
+_lock: Final = threading.RLock()
+_arguments: tuple[int, str, int] | None = None  # of the running engine; guarded by _lock
+
+DEVICES: Final = ("auto", "cpu", "cuda")
+
+
+def init(workers: int = 1, device: str = "auto", threads_per_worker: int | None = None) -> None:
+    """Start the engine: a controller process and ``workers`` worker processes.
+
+    Returns as soon as the controller answers; the workers come up while the program goes on. Tensors on
+    ``torch.device("dtorch:i")`` then live on worker ``i``, for i from 0 to ``workers - 1``.
+
+    Args:
+        workers: number of workers, at least 1.
+        device: what a worker computes on. "cpu"; or "auto", which today means "cpu" too; "cuda" is refused until
+            dtorch has CUDA workers.
+        threads_per_worker: threads that one operator may use (``torch.set_num_threads`` in the worker); by default the
+            processors available to this process divided by ``workers``, at least 1.
+
+    A second call with the same arguments does nothing.
+
+    Raises:
+        ValueError: an argument is out of range.
+        EngineError: an engine with other arguments is running, or the start failed.
+        ControllerDied: the controller ended during the start.
+    """
+    global _arguments
+    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 127:
+        raise ValueError(f"workers={workers!r}: the number of workers is a whole number from 1 to 127")
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r}: one of {', '.join(map(repr, DEVICES))}")
+    if device == "cuda":
+        raise EngineError("device='cuda': this version has CPU workers only; use device='cpu'")
+    if threads_per_worker is None:
+        threads_per_worker = max(1, len(os.sched_getaffinity(0)) // workers)
+    if isinstance(threads_per_worker, bool) or not isinstance(threads_per_worker, int) or threads_per_worker < 1:
+        raise ValueError(f"threads_per_worker={threads_per_worker!r}: a whole number, at least 1")
+    wanted = (workers, "cpu", threads_per_worker)
+    with _lock:
+        current = engine.current()
+        if current is not None and not current.is_over:
+            if wanted == _arguments:
+                return
+            assert _arguments is not None
+            raise EngineError(
+                f"an engine with workers={_arguments[0]}, device={_arguments[1]!r}, threads_per_worker={_arguments[2]} is "
+                f"running, and init was asked for workers={wanted[0]}, device={wanted[1]!r}, "
+                f"threads_per_worker={wanted[2]}; call dtorch.shutdown() first"
+            )
+        if current is not None:
+            engine.shutdown()
+        engine.start(workers, threads_per_worker, "cpu")
+        _client.seed_all(torch.initial_seed())  # what the program seeded before the engine ran counts
+        _arguments = wanted
+
+
+def start_default() -> None:
+    """Start the engine that a program gets when it uses a dtorch tensor before init (called by native code).
+
+    One worker per GPU when there are CUDA workers, else one CPU worker; DTORCH_WORKERS sets another number.
+    """
+    with _lock:
+        current = engine.current()
+        if current is not None and current.death is not None:
+            raise current.death
+        if current is None or current.is_over:
+            init(workers=settings.WORKERS.get_int() or 1)
+
+
+def shutdown() -> None:
+    """End the engine: its tensors are lost, what is awaited fails with EngineError, every process is gone.
+
+    Safe to call at any time and more than once; registered with ``atexit``.
+    """
+    global _arguments
+    with _lock:
+        engine.shutdown()
+        _arguments = None
+
+
+def is_initialized() -> bool:
+    """Whether an engine runs (as torch.cuda.is_initialized)."""
+    current = engine.current()
+    return current is not None and not current.is_over
+
+
+def device_count() -> int:
+    """Number of workers of the running engine, or of the one that would be started by default."""
+    current = engine.current()
+    if current is not None and not current.is_over:
+        return current.workers
+    return settings.WORKERS.get_int() or 1
+
+
+def running() -> engine.Engine:
+    """The running engine; starts the default one when none runs."""
+    start_default()
+    current = engine.current()
+    assert current is not None
+    return current

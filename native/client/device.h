@@ -1,0 +1,8 @@
+// Makes PyTorch know the device: guard, hooks, allocator, kernels. Called once, from module.cpp.
+#pragma once
+
+namespace dtorch {
+void register_device();   // device.cpp: guard, hooks, allocator, generators
+void register_kernels();  // kernels.cpp: hand-written kernels, forced boxed ones, the fallback
+void register_hot_kernels();  // hot.cpp: unboxed ones
+}  // namespace dtorch

@@ -1,0 +1,260 @@
+// See encode.h.
+#include "client/encode.h"
+
+#include <ATen/core/Generator.h>
+
+#include <memory>
+#include <vector>
+
+#include "client/generator.h"
+#include "common/protocol.h"
+
+namespace dtorch {
+
+namespace {
+
+struct Pool {
+  std::vector<std::unique_ptr<Scratch>> all;
+  size_t used = 0;
+};
+Pool& pool() {
+  static thread_local Pool p;
+  return p;
+}
+
+}  // namespace
+
+ScratchLease::ScratchLease(const OpInfo& info) {
+  auto& p = pool();
+  if (p.used == p.all.size()) p.all.push_back(std::make_unique<Scratch>());
+  s_ = p.all[p.used++].get();
+  s_->record.clear();
+  s_->key.clear();
+  s_->refs.clear();
+  s_->worker = -1;
+  s_->op = info.name.c_str();
+  std::memcpy(s_->key.reserve(4), &info.number, 4);
+  s_->key.advance(4);
+}
+
+ScratchLease::~ScratchLease() { --pool().used; }
+
+void put_geometry(Buffer& b, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset,
+                  int flags) {
+  bool dense = true;
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0 && dense;) {
+    dense = strides[i] == step;
+    step *= std::max<int64_t>(sizes[i], 1);
+  }
+  bool tail = offset != 0 || flags != 0;
+  mp::put_array(b, tail ? 5 : dense ? 2 : 3);
+  b.push(static_cast<uint8_t>(dtype));
+  mp::put_array(b, sizes.size());
+  for (int64_t v : sizes) mp::put_int(b, v);
+  if (dense && !tail) return;
+  if (dense) {
+    mp::put_nil(b);
+  } else {
+    mp::put_array(b, strides.size());
+    for (int64_t v : strides) mp::put_int(b, v);
+  }
+  if (!tail) return;
+  mp::put_int(b, offset);
+  mp::put_int(b, flags);
+}
+
+void put_tensor(Buffer& b, const at::TensorImpl* t, const StorageCtx* ctx) {
+  if (is_first(t, ctx)) return mp::put_uint(b, ctx->id);
+  mp::put_array(b, 2);
+  mp::put_uint(b, ctx->id);
+  put_geometry(b, c10::typeMetaToScalarType(t->dtype()), t->sizes(), t->strides(), t->storage_offset(),
+               (t->is_conj() ? kFlagConj : 0) | (t->is_neg() ? kFlagNeg : 0));
+}
+
+void Encoder::mismatch(const at::Tensor& t) {
+  TORCH_CHECK(t.layout() == at::kStrided, "dtorch: ", info_.name, " was given a ", t.layout(),
+              " tensor, which dtorch does not hold; use .to_dense() before moving it");
+  std::string here = s_.worker >= 0 ? "dtorch:" + std::to_string(s_.worker) : "dtorch:" + std::to_string(current_worker());
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", here, " and ",
+              t.device(), "! (when checking arguments of ", info_.name, ")");
+}
+
+void Encoder::arg(const at::Tensor& t) {
+  if (!t.defined()) return nil();
+  auto* impl = t.unsafeGetTensorImpl();
+  if (__builtin_expect(impl->device_type() != kDevice, 0)) return cpu_tensor(t);
+  if (__builtin_expect(impl->layout() != at::kStrided || impl->is_python_dispatch(), 0)) mismatch(t);
+  auto* ctx = ctx_of(impl->unsafe_storage().unsafeGetStorageImpl());
+  if (s_.worker != ctx->worker) {
+    if (s_.worker >= 0) mismatch(t);
+    s_.worker = ctx->worker;
+  }
+  s_.refs.push_back(ctx);
+  put_tensor(s_.record, impl, ctx);
+
+  auto sizes = impl->sizes();
+  auto strides = impl->strides();
+  size_t n = sizes.size() * 8;
+  uint8_t* p = s_.key.reserve(4 + 2 * n);
+  p[0] = 't';
+  p[1] = static_cast<uint8_t>(c10::typeMetaToScalarType(impl->dtype()));
+  p[2] = static_cast<uint8_t>(sizes.size());
+  p[3] = static_cast<uint8_t>(impl->is_conj() | (impl->is_neg() << 1) | (impl->is_wrapped_number() << 2));
+  std::memcpy(p + 4, sizes.data(), n);
+  std::memcpy(p + 4 + n, strides.data(), n);
+  s_.key.advance(4 + 2 * n);
+}
+
+// A CPU tensor may stand among ours where PyTorch allows it beside any device: a single number.
+void Encoder::cpu_tensor(const at::Tensor& t) {
+  if (t.device().type() != c10::DeviceType::CPU || t.dim() != 0 || t.layout() != at::kStrided) mismatch(t);
+  bool wrapped = t.unsafeGetTensorImpl()->is_wrapped_number();
+  size_t n = t.element_size();
+  uint8_t bytes[3 + 16];
+  bytes[0] = static_cast<uint8_t>(t.scalar_type());
+  bytes[1] = wrapped;
+  bytes[2] = 0;
+  std::memcpy(bytes + 3, t.const_data_ptr(), n);
+  mp::put_ext(s_.record, static_cast<int8_t>(Ext::CPU_TENSOR), bytes, 3 + n);
+  s_.key.push('c');
+  s_.key.push(bytes[0]);
+  s_.key.push(static_cast<uint8_t>(wrapped));
+}
+
+void Encoder::arg(const c10::Scalar& v) {
+  if (v.isComplex()) {
+    auto c = v.toComplexDouble();
+    double parts[2] = {c.real(), c.imag()};
+    mp::put_ext(s_.record, static_cast<int8_t>(Ext::COMPLEX), parts, sizeof parts);
+    s_.key.push('C');
+  } else if (v.isBoolean()) {
+    mp::put_bool(s_.record, v.toBool());
+    s_.key.push('L');
+  } else if (v.isIntegral(false)) {
+    mp::put_int(s_.record, v.toLong());
+    s_.key.push('I');
+  } else {
+    mp::put_double(s_.record, v.toDouble());
+    s_.key.push('D');
+  }
+}
+
+void Encoder::arg(double v) {
+  int64_t bits;
+  std::memcpy(&bits, &v, 8);
+  key('d', bits);
+  mp::put_double(s_.record, v);
+}
+
+void Encoder::arg(std::string_view v) {
+  key('s', static_cast<int64_t>(v.size()));
+  s_.key.append(v.data(), v.size());
+  mp::put_str(s_.record, v);
+}
+
+void Encoder::arg(c10::IntArrayRef v) {
+  key('a', static_cast<int64_t>(v.size()));
+  s_.key.append(v.data(), v.size() * 8);
+  mp::put_array(s_.record, v.size());
+  for (int64_t x : v) mp::put_int(s_.record, x);
+}
+
+void Encoder::arg(c10::SymIntArrayRef v) { arg(C10_AS_INTARRAYREF_SLOW(v)); }
+
+void Encoder::arg(c10::ArrayRef<double> v) {
+  key('f', static_cast<int64_t>(v.size()));
+  s_.key.append(v.data(), v.size() * 8);
+  mp::put_array(s_.record, v.size());
+  for (double x : v) mp::put_double(s_.record, x);
+}
+
+void Encoder::arg(at::TensorList v) {
+  key('l', static_cast<int64_t>(v.size()));
+  mp::put_array(s_.record, v.size());
+  for (const auto& t : v) arg(t);
+}
+
+void Encoder::arg(const at::ITensorListRef& v) {
+  key('l', static_cast<int64_t>(v.size()));
+  mp::put_array(s_.record, v.size());
+  for (const auto& t : v) arg(t);
+}
+
+void Encoder::arg(const c10::List<std::optional<at::Tensor>>& v) {
+  key('o', static_cast<int64_t>(v.size()));
+  mp::put_array(s_.record, v.size());
+  for (const std::optional<at::Tensor> t : v) arg(t);
+}
+
+void Encoder::arg(c10::Device v) {
+  TORCH_CHECK(v.type() == kDevice || v.is_cpu(), "dtorch: ", info_.name, " cannot make a tensor on ", v, " from dtorch tensors");
+  uint8_t code = v.is_cpu() ? 1 : 0;
+  if (code == 0 && s_.worker < 0) s_.worker = worker_of(v);
+  mp::put_ext(s_.record, static_cast<int8_t>(Ext::DEVICE), &code, 1);
+  key('v', code);
+}
+
+void Encoder::arg(const at::Generator& g) {
+  if (!g.defined()) return nil();
+  uint32_t number = generator_number(g, info_.name);
+  mp::put_ext(s_.record, static_cast<int8_t>(Ext::GENERATOR), &number, 4);
+  s_.key.push('g');
+}
+
+void Encoder::ivalue(const c10::IValue& v, size_t index) {
+  if (v.isTensor()) return arg(v.toTensor());
+  if (v.isNone()) return nil();
+  bool by_type = info_.scalar_by_type[index];
+  if (v.isInt()) return by_type ? arg(c10::Scalar(v.toInt())) : arg(v.toInt());
+  if (v.isDouble()) return by_type ? arg(c10::Scalar(v.toDouble())) : arg(v.toDouble());
+  if (v.isBool()) return by_type ? arg(c10::Scalar(v.toBool())) : arg(v.toBool());
+  if (v.isComplexDouble()) {
+    auto c = v.toComplexDouble();
+    return arg(c10::Scalar(c));
+  }
+  if (v.isSymInt()) return arg(v.toSymInt());
+  if (v.isIntList()) {
+    auto list = v.toIntList();
+    c10::SmallVector<int64_t, 8> ints(list.begin(), list.end());
+    return arg(c10::IntArrayRef(ints));
+  }
+  if (v.isSymIntList()) {
+    auto list = v.toSymIntVector();
+    return arg(c10::SymIntArrayRef(list));
+  }
+  if (v.isTensorList()) {
+    auto list = v.toTensorVector();
+    return arg(at::TensorList(list));
+  }
+  if (v.isOptionalTensorList()) return arg(v.toOptionalTensorList());
+  if (v.isDoubleList()) {
+    auto list = v.toDoubleVector();
+    return arg(c10::ArrayRef<double>(list));
+  }
+  if (v.isBoolList()) {
+    auto list = v.toBoolList();
+    key('B', static_cast<int64_t>(list.size()));
+    mp::put_array(s_.record, list.size());
+    for (bool b : list) arg(b);
+    return;
+  }
+  if (v.isString()) return arg(std::string_view(v.toStringRef()));
+  if (v.isDevice()) return arg(v.toDevice());
+  if (v.isGenerator()) return arg(v.toGenerator());
+  if (v.isList()) {  // Scalar[] and the like
+    auto list = v.toList();
+    key('m', static_cast<int64_t>(list.size()));
+    mp::put_array(s_.record, list.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+      const c10::IValue item = list.get(i);
+      if (item.isScalar()) arg(item.toScalar());
+      else ivalue(item, index);
+    }
+    return;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "dtorch: ", info_.name, " has an argument of a kind that cannot be sent (", v.tagKind(),
+                              "); move the tensors to the CPU for this operator");
+}
+
+}  // namespace dtorch

@@ -1,0 +1,265 @@
+// See issue.h.
+#include "client/issue.h"
+
+#include "client/python_error.h"
+#include "client/sites.h"
+
+namespace dtorch {
+
+namespace {
+
+// What every record that names storages does under the writer's lock.
+struct Naming {
+  Session::Writer& w;
+  void lazy(at::ArrayRef<StorageCtx*> refs) {
+    for (auto* ctx : refs)
+      if (__builtin_expect(ctx->lazy, 0)) materialise(w, ctx);
+  }
+};
+
+void define(Session::Writer& w, const OpInfo& info, int worker) {
+  auto& known = w.worker(worker).knows_op;
+  if (info.number < known.size() && known[info.number]) return;
+  if (known.size() <= info.number) known.resize(info.number + 64);
+  known[info.number] = true;
+  w.begin(Record::DEFINE_OP, worker, 3);
+  mp::put_uint(w.buf(), info.number);
+  mp::put_str(w.buf(), info.name);
+  mp::put_str(w.buf(), info.overload);
+  w.end();
+}
+
+void check_refs(const Scratch& s) {
+  uint32_t generation = Session::get().generation();
+  for (auto* ctx : s.refs)
+    if (__builtin_expect(ctx->generation != generation, 0)) check_alive(ctx);
+}
+
+void upload_indices(torch::jit::Stack* stack, size_t n_args) {
+  int worker = -1;
+  for (size_t i = stack->size() - n_args; i < stack->size(); ++i) {
+    const auto& v = (*stack)[i];
+    if (worker < 0 && v.isTensor() && is_ours(v.toTensor())) worker = ctx_of(v.toTensor())->worker;
+    if (!v.isOptionalTensorList() || worker < 0) continue;
+    auto list = v.toOptionalTensorVector();
+    bool changed = false;
+    for (auto& t : list) {
+      if (!t || !t->defined() || !t->device().is_cpu()) continue;
+      t = upload(*t, worker);
+      changed = true;
+    }
+    if (changed) (*stack)[i] = list;
+  }
+}
+
+void rewrite(const at::Tensor& t, const Rewrite& r, bool was_first) {
+  auto* impl = t.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(r.sizes, r.strides);
+  auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  size_t need = storage_bytes(r.sizes, r.strides, impl->storage_offset(), t.element_size());
+  if (need > storage->nbytes()) resize_storage(storage, need, /*tell_worker=*/false);
+  if (!was_first) return;
+  auto* ctx = ctx_of(t);
+  ctx->first.sizes = r.sizes;
+  ctx->first.strides = r.strides;
+}
+
+// Reads one [storage, geometry] of a META reply into a tensor.
+at::Tensor read_made(mp::Reader& in, int worker, uint64_t seq) {
+  if (in.try_nil()) return at::Tensor();
+  in.array();
+  uint64_t id = in.uint();
+  size_t n = in.array();
+  auto dtype = static_cast<at::ScalarType>(in.integer());
+  Dims sizes, strides;
+  for (size_t i = in.array(); i-- > 0;) sizes.push_back(in.integer());
+  if (n > 2 && !in.try_nil())
+    for (size_t i = in.array(); i-- > 0;) strides.push_back(in.integer());
+  else
+    strides = row_major(sizes);
+  for (size_t i = 3; i < n; ++i) in.skip();
+  auto t = make_tensor(worker, dtype, sizes, strides);
+  auto* ctx = ctx_of(t);
+  ctx->id = id;
+  ctx->lazy = false;
+  ctx->last_seq = seq;
+  return t;
+}
+
+c10::IValue read_value(mp::Reader& in) {
+  switch (in.kind()) {
+    case mp::Kind::Bool: return in.boolean();
+    case mp::Kind::Int: return in.integer();
+    case mp::Kind::Float: return in.real();
+    case mp::Kind::Str: return std::string(in.str());
+    case mp::Kind::Ext: {
+      int8_t type;
+      auto bytes = in.ext(&type);
+      double parts[2];
+      TORCH_CHECK(type == static_cast<int8_t>(Ext::COMPLEX) && bytes.size() == sizeof parts, "dtorch: bad value");
+      std::memcpy(parts, bytes.data(), sizeof parts);
+      return c10::complex<double>(parts[0], parts[1]);
+    }
+    default: in.skip(); return c10::IValue();
+  }
+}
+
+// Sends the operator as a question and waits for what came of it.
+void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args) {
+  auto& session = Session::get();
+  uint32_t site = sites::current();
+  auto request = session.new_request(s.worker, site);
+  struct Forget {
+    uint64_t id;
+    ~Forget() { Session::get().forget(id); }
+  } forget{request->id};
+  uint64_t first = session.new_storage_ids(1 << 16);
+  uint64_t seq;
+  session.admit(s.worker);
+  {
+    Session::Writer w(session);
+    define(w, info, s.worker);
+    Naming{w}.lazy(s.refs);
+    seq = w.begin(Record::ASK, s.worker, 5);
+    mp::put_uint(w.buf(), request->id);
+    mp::put_uint(w.buf(), info.number);
+    mp::put_uint(w.buf(), site);
+    w.buf().append(s.record.data(), s.record.size());
+    mp::put_uint(w.buf(), first);
+    for (auto* ctx : s.refs) ctx->last_seq = seq;
+    w.end();
+  }
+  session.wait(request);
+  if (request->state.load() == Request::State::Failed) {
+    if (request->reply.empty()) throw_failure({}, request->failure, s.worker);
+    throw_remote(request->reply, /*at_call=*/true);
+  }
+  mp::Reader in(request->reply.data(), request->reply.size());
+  in.array();
+  in.skip(), in.skip(), in.skip();
+  size_t n = in.array();
+  TORCH_CHECK(n == info.returns.size() + 1, "dtorch: ", info.name, " came back with ", n, " results");
+  std::vector<c10::IValue> results;
+  for (const auto& r : info.returns) {
+    if (r.kind == OpInfo::Result::Alias) {
+      in.skip();
+      results.push_back(args[static_cast<size_t>(r.arg)]);
+    } else if (r.kind == OpInfo::Result::Tensor) {
+      results.emplace_back(read_made(in, s.worker, seq));
+    } else if (r.kind == OpInfo::Result::List) {
+      std::vector<at::Tensor> list;
+      for (size_t i = in.array(); i-- > 0;) list.push_back(read_made(in, s.worker, seq));
+      results.emplace_back(std::move(list));
+    } else {
+      results.push_back(read_value(in));
+    }
+  }
+  // The last element: the geometry of each written argument now (out= arguments that were resized).
+  size_t written = in.array();
+  for (size_t i = 0; i < written; ++i) {
+    if (in.try_nil()) continue;
+    const auto& v = args[static_cast<size_t>(info.writes[i])];
+    size_t fields = in.array();
+    in.skip();
+    Rewrite r{info.writes[i], {}, {}};
+    for (size_t k = in.array(); k-- > 0;) r.sizes.push_back(in.integer());
+    if (fields > 2 && !in.try_nil())
+      for (size_t k = in.array(); k-- > 0;) r.strides.push_back(in.integer());
+    else
+      r.strides = row_major(r.sizes);
+    for (size_t k = 3; k < fields; ++k) in.skip();
+    const auto& t = v.toTensor();
+    if (!(t.sizes() == c10::IntArrayRef(r.sizes) && t.strides() == c10::IntArrayRef(r.strides)))
+      rewrite(t, r, is_first(t.unsafeGetTensorImpl(), ctx_of(t)));
+  }
+  torch::jit::drop(*stack, info.n_args);
+  for (auto& r : results) stack->push_back(std::move(r));
+}
+
+}  // namespace
+
+void check_alive(const StorageCtx* ctx) {
+  if (Session::get().active() && ctx->generation == Session::get().generation()) return;
+  throw_engine_error("");
+}
+
+void materialise(Session::Writer& w, StorageCtx* ctx) {
+  ctx->last_seq = w.begin(Record::ALLOC, ctx->worker, 3);
+  mp::put_uint(w.buf(), ctx->id);
+  put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, ctx->first.offset, 0);
+  mp::put_uint(w.buf(), ctx->nbytes);
+  ctx->lazy = false;
+  w.end();
+}
+
+void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs) {
+  auto& session = Session::get();
+  uint32_t site = sites::current();
+  check_refs(s);
+  session.admit(s.worker);
+  Session::Writer w(session);
+  define(w, info, s.worker);
+  Naming{w}.lazy(s.refs);
+  uint64_t seq = w.begin(Record::OP, s.worker, 4);
+  auto& b = w.buf();
+  mp::put_uint(b, info.number);
+  mp::put_uint(b, site);
+  b.append(s.record.data(), s.record.size());
+  mp::put_array(b, outs.size());
+  for (size_t i = 0; i < outs.size(); ++i) {
+    auto* ctx = static_cast<StorageCtx*>(outs[i].unsafeGetTensorImpl()->unsafe_storage().data_ptr().get_context());
+    b.push(0x92);
+    mp::put_uint(b, ctx->id);
+    b.append(entry.outs[i].wire.data(), entry.outs[i].wire.size());
+    ctx->lazy = false;
+    ctx->last_seq = seq;
+  }
+  for (auto* ctx : s.refs) ctx->last_seq = seq;
+  w.end();
+}
+
+void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
+  ensure_running();
+  Issuing issuing;
+  if (info.uploads_cpu_indices) upload_indices(stack, info.n_args);
+  auto args = torch::jit::last(*stack, info.n_args);
+  ScratchLease s(info);
+  Encoder encode(*s, info);
+  for (size_t i = 0; i < info.n_args; ++i) encode.ivalue(args[i], i);
+  if (s->worker < 0) s->worker = worker_of(std::nullopt);
+
+  static const Entry nothing;
+  const Entry* entry = &nothing;
+  if (info.infers || info.asks) {
+    entry = find_geometry(info, s->key);
+    if (!entry) entry = infer_geometry(info, s->key, args);
+    if (entry->ask) {
+      check_refs(*s);
+      return ask(info, *s, stack, args);
+    }
+  }
+  c10::SmallVector<at::Tensor, 4> outs;
+  for (const auto& spec : entry->outs) outs.push_back(make_out(s->worker, spec));
+  emit(info, *s, *entry, outs);
+  for (const auto& r : entry->rewrites) {
+    const auto& t = args[static_cast<size_t>(r.arg)].toTensor();
+    rewrite(t, r, is_first(t.unsafeGetTensorImpl(), ctx_of(t)));
+  }
+
+  c10::SmallVector<c10::IValue, 4> results;
+  for (const auto& r : entry->returns) {
+    auto at = static_cast<size_t>(r.index);
+    switch (r.kind) {
+      case ReturnSpec::Kind::New: results.emplace_back(std::move(outs[at])); break;
+      case ReturnSpec::Kind::Alias: results.push_back(args[at]); break;
+      case ReturnSpec::Kind::None: results.emplace_back(at::Tensor()); break;
+      case ReturnSpec::Kind::List:
+        results.emplace_back(std::vector<at::Tensor>(outs.begin() + r.index, outs.begin() + r.index + r.count));
+        break;
+    }
+  }
+  torch::jit::drop(*stack, info.n_args);
+  for (auto& r : results) stack->push_back(std::move(r));
+}
+
+}  // namespace dtorch

@@ -1,0 +1,28 @@
+// Issuing an operator: from encoded arguments to a record on the wire and result tensors in the caller's hand.
+#pragma once
+
+#include <ATen/core/stack.h>
+
+#include "client/geometry.h"
+
+namespace dtorch {
+
+// The boxed path: takes the operator's arguments off the stack and puts its results on it.
+void issue_boxed(const OpInfo& info, torch::jit::Stack* stack);
+
+// Writes the record; `outs` are the new tensors in the entry's order.
+void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs);
+
+// The new tensors an entry promises.
+inline at::Tensor make_out(int worker, const OutSpec& spec) { return make_tensor(worker, spec.dtype, spec.sizes, spec.strides); }
+
+// Appends [ALLOC, ...] when a storage named for the first time is still lazy. Must precede the record that names it.
+void materialise(Session::Writer& w, StorageCtx* ctx);
+
+// Checks that a storage belongs to the running session.
+void check_alive(const StorageCtx* ctx);
+
+// Moves a CPU tensor to a worker (value.cpp); used for CPU index tensors.
+at::Tensor upload(const at::Tensor& cpu, int worker);
+
+}  // namespace dtorch

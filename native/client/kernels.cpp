@@ -1,0 +1,248 @@
+// Kernels written by hand, and who gets the boxed one.
+//
+// By hand: making empty tensors, the dense views that have no composite kernel, set_ and resize_, copies, item(), and
+// SDPA's choice. Everything else is a record: the boxed kernel is the fallback of PrivateUse1, and it is also registered
+// directly for composite operators with an autograd formula of their own ("explicit"), which would otherwise fall apart
+// into several records below autograd, where nothing is gained by it.
+#include "client/device.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice_ops.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/is_set_to_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/MemoryFormat.h>
+#include <torch/library.h>
+
+#include <string>
+#include <string_view>
+#include <unordered_set>
+
+#include "client/issue.h"
+#include "client/value.h"
+
+namespace dtorch {
+
+namespace {
+
+using c10::SymInt;
+
+void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) { issue_boxed(op_info(op), stack); }
+
+// --- making ----------------------------------------------------------------------------------------------------------
+
+void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == at::kStrided, "dtorch: ", layout.value_or(at::kStrided),
+                              " tensors are not supported on the dtorch device; keep them on the CPU or use .to_dense()");
+  TORCH_CHECK(!pin || !*pin, "Only dense CPU tensors can be pinned");
+}
+
+at::ScalarType checked_dtype(std::optional<at::ScalarType> dtype) {
+  auto d = dtype.value_or(c10::typeMetaToScalarType(c10::get_default_dtype()));
+  TORCH_CHECK_NOT_IMPLEMENTED(!c10::isQIntType(d), "dtorch: quantized tensors (", d,
+                              ") are not supported on the dtorch device; call .dequantize() or keep them on the CPU");
+  return d;
+}
+
+at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
+                 std::optional<c10::Device> device, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
+  check_options(layout, pin);
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  for (int64_t n : sizes)
+    TORCH_CHECK(n >= 0, "Trying to create tensor with negative dimension ", n, ": ", sizes);
+  int worker = worker_of(device);
+  auto d = checked_dtype(dtype);
+  auto f = format.value_or(c10::MemoryFormat::Contiguous);
+  if (f == c10::MemoryFormat::ChannelsLast) return make_tensor(worker, d, sizes, c10::get_channels_last_strides_2d(sizes));
+  if (f == c10::MemoryFormat::ChannelsLast3d) return make_tensor(worker, d, sizes, c10::get_channels_last_strides_3d(sizes));
+  return make_tensor(worker, d, sizes);
+}
+
+at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin) {
+  check_options(layout, pin);
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto strides = C10_AS_INTARRAYREF_SLOW(stride);
+  TORCH_CHECK(sizes.size() == strides.size(), "dimensionality of sizes (", sizes.size(), ") must match dimensionality of strides (",
+              strides.size(), ")");
+  return make_tensor(worker_of(device), checked_dtype(dtype), sizes, strides);
+}
+
+// --- views: metadata of the client's tensor only -----------------------------------------------------------------------
+
+at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                      std::optional<SymInt> offset) {
+  std::optional<int64_t> at_;
+  if (offset) at_ = offset->guard_int(__FILE__, __LINE__);
+  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), at_);
+}
+at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+at::Tensor& set_storage_range(at::Tensor& self, at::Storage storage, SymInt offset, c10::SymIntArrayRef size,
+                              c10::SymIntArrayRef stride) {
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto strides = stride.empty() && !size.empty() ? row_major(sizes) : Dims(C10_AS_INTARRAYREF_SLOW(stride).begin(),
+                                                                           C10_AS_INTARRAYREF_SLOW(stride).end());
+  TORCH_CHECK(storage.device().type() == kDevice, "dtorch: cannot make a dtorch tensor of a storage on ", storage.device());
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  int64_t at_ = offset.guard_int(__FILE__, __LINE__);
+  impl->set_storage_offset(at_);
+  impl->set_sizes_and_strides(sizes, strides);
+  auto* s = impl->unsafe_storage().unsafeGetStorageImpl();
+  size_t need = storage_bytes(sizes, strides, at_, self.element_size());
+  if (need > s->nbytes()) resize_storage(s, need, true);
+  return self;
+}
+
+at::Tensor& set_nothing(at::Tensor& self) {
+  auto t = make_tensor(self.device().index(), self.scalar_type(), {0});
+  return set_storage_range(self, t.storage(), 0, c10::SymIntArrayRef{SymInt(0)}, {});
+}
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto* impl = self.unsafeGetTensorImpl();
+  auto* ctx = ctx_of(self);
+  bool whole = is_first(impl, ctx);
+  impl->set_sizes_contiguous(sizes);
+  if (format && *format != c10::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  size_t need = storage_bytes(impl->sizes(), impl->strides(), impl->storage_offset(), self.element_size());
+  if (need > storage->nbytes()) resize_storage(storage, need, true);
+  if (whole && ctx->lazy) {  // nobody knows the old geometry: the new one is its first
+    ctx->first.sizes.assign(impl->sizes().begin(), impl->sizes().end());
+    ctx->first.strides.assign(impl->strides().begin(), impl->strides().end());
+  }
+  return self;
+}
+
+// --- values ----------------------------------------------------------------------------------------------------------
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool) {
+  dtorch::copy(self, dst);
+  return dst;
+}
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
+  dst.resize_(self.sizes());
+  dtorch::copy(self, dst);
+  return dst;
+}
+
+c10::Scalar item(const at::Tensor& self) {
+  return fetch_now(self).item();
+}
+
+void record_stream(at::Tensor&, c10::Stream) {}  // a release already waits for the last use (WIRE-2)
+
+bool shallow_copy_ok(const at::Tensor&, const at::Tensor&) { return true; }
+
+// The backend that eager PyTorch on the CPU would take for the same sizes, strides and dtypes: workers are CPUs.
+int64_t sdp_choice(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
+                   double dropout, bool causal, std::optional<double> scale, bool gqa) {
+  return at::_ops::_fused_sdp_choice::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, mask, dropout, causal,
+                                                 scale, gqa);
+}
+
+// --- registration ----------------------------------------------------------------------------------------------------
+
+// Explicit composites that must stay composite: they change metadata, look at it, or end in a kernel above.
+bool stays_composite(const std::string& name) {
+  static const std::unordered_set<std::string> names{
+      "aten::copy_",          "aten::_unsafe_view", "aten::lift",           "aten::_lazy_clone", "aten::resize_as_",
+      "aten::resize",         "aten::resize_as",    "aten::set",            "aten::_print",      "aten::_reshape_copy",
+      "aten::_pack_padded_sequence",                "aten::detach_",        "aten::_assert_async", "aten::record_stream"};
+  std::string_view n = name;
+  auto has = [&](std::string_view p) { return n.find(p) != std::string_view::npos; };
+  return names.count(name) || has("sparse") || has("_test_") || has("sym_constrain") || has("_assert") || has("nested") ||
+         has("coalesce") || has("quantize") || has("mkldnn") || has("overrideable");
+}
+
+bool forced(const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
+  if (op.hasTag(at::Tag::inplace_view) || stays_composite(schema.name())) return false;
+  bool structured = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+  bool explicit_ = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  if (!structured && !explicit_) return false;
+  bool takes_tensor = false;
+  for (const auto& a : schema.arguments()) {
+    auto text = a.type()->str();
+    if (text == "Device" || text == "Device?" || text == "Layout?" || text == "Storage" || text == "Stream") return false;
+    takes_tensor = takes_tensor || text.find("Tensor") != std::string::npos;
+    if (a.alias_info() && !a.alias_info()->isWrite()) return false;  // a view
+  }
+  for (const auto& r : schema.returns())
+    if (r.type()->str().find("Tensor") == std::string::npos) return false;
+  return takes_tensor;
+}
+
+torch::Library& keep(torch::Library&& lib) {
+  static auto* all = new std::vector<std::unique_ptr<torch::Library>>;
+  all->push_back(std::make_unique<torch::Library>(std::move(lib)));
+  return *all->back();
+}
+
+}  // namespace
+
+void register_kernels() {
+  using torch::Library;
+  auto& m = keep(Library(Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__));
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("as_strided", TORCH_FN(as_strided));
+  m.impl("view", TORCH_FN(view));
+  m.impl("_reshape_alias", TORCH_FN(reshape_alias));
+  m.impl("unfold", TORCH_FN(at::native::unfold));
+  m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
+  m.impl("set_.source_Storage", TORCH_FN(static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_)));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage_range));
+  m.impl("set_", TORCH_FN(set_nothing));
+  m.impl("is_set_to", TORCH_FN(at::native::is_set_to));
+  m.impl("resize_", TORCH_FN(resize));
+  m.impl("_copy_from", TORCH_FN(copy_from));
+  m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+  m.impl("_local_scalar_dense", TORCH_FN(item));
+  m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(shallow_copy_ok));
+  m.impl("_fused_sdp_choice", TORCH_FN(sdp_choice));
+
+  register_hot_kernels();
+
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.compare(0, 6, "aten::") != 0) continue;
+    auto op = dispatcher.findSchema(name);
+    if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) || !forced(*op)) continue;
+    std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&boxed>());
+  }
+  auto& any = keep(Library(Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__));
+  any.fallback(torch::CppFunction::makeFromBoxedFunction<&boxed>());
+
+  // A conjugate or negative view reaches the copy as it is; materialising it first would copy again, without end.
+  for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
+    auto& lazy = keep(Library(Library::IMPL, "aten", key, __FILE__, __LINE__));
+    lazy.impl("_copy_from", torch::CppFunction::makeFallthrough());
+    lazy.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+  }
+}
+
+}  // namespace dtorch
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &dtorch::sdp_choice)
+}

@@ -1,0 +1,363 @@
+// dtorch._client: the thin binding of the client's native part (stub: dtorch/_client.pyi). No logic lives here.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "client/device.h"
+#include "client/generator.h"
+#include "client/geometry.h"
+#include "client/issue.h"
+#include "client/python_error.h"
+#include "client/session.h"
+#include "client/sites.h"
+#include "client/value.h"
+#include "common/py_api.h"
+
+namespace dtorch {
+namespace {
+
+const at::Tensor* tensor_arg(PyObject* o) {
+  if (!THPVariable_Check(o)) {
+    PyErr_Format(PyExc_TypeError, "expected a torch.Tensor, not %s", Py_TYPE(o)->tp_name);
+    return nullptr;
+  }
+  const at::Tensor& t = THPVariable_Unpack(o);
+  if (!is_ours(t)) {
+    PyErr_Format(PyExc_ValueError, "expected a tensor on a dtorch device, not on %s", t.device().str().c_str());
+    return nullptr;
+  }
+  return &t;
+}
+
+RequestPtr request_arg(unsigned long long id) {
+  auto r = Session::get().find(id);
+  if (!r) PyErr_Format(PyExc_KeyError, "no request %llu: its value was dropped", id);
+  return r;
+}
+
+PyObject* ids_list(const std::vector<uint64_t>& ids) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(ids.size()));
+  for (size_t i = 0; list && i < ids.size(); ++i)
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), PyLong_FromUnsignedLongLong(ids[i]));
+  return list;
+}
+
+PyObject* py_register(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *torch_dir, *dtorch_dir;
+  if (!PyArg_ParseTuple(args, "ss", &torch_dir, &dtorch_dir)) return nullptr;
+  sites::set_library_prefixes(torch_dir, dtorch_dir);
+  register_device();
+  register_kernels();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_attach(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject* api;
+  unsigned long long push, inflight, upload;
+  int workers;
+  long flush_us;
+  if (!PyArg_ParseTuple(args, "OKiKKl", &api, &push, &workers, &inflight, &upload, &flush_us)) return nullptr;
+  SessionConfig c;
+  if (!read_zmq_api(api, &c.api)) return nullptr;
+  c.push = reinterpret_cast<void*>(push);
+  c.workers = workers;
+  c.inflight_bytes = inflight;
+  c.upload_bytes = upload;
+  c.flush_us = flush_us;
+  Session::get().attach(c);
+  set_current_worker(0);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_receive(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long pull;
+  PyObject* list;
+  if (!PyArg_ParseTuple(args, "KO!", &pull, &PyList_Type, &list)) return nullptr;
+  std::vector<int> fds;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    long fd = PyLong_AsLong(PyList_GET_ITEM(list, i));
+    if (fd == -1 && PyErr_Occurred()) return nullptr;
+    fds.push_back(static_cast<int>(fd));
+  }
+  Session::Received got;
+  {
+    GilReleased released;
+    got = Session::get().receive(reinterpret_cast<void*>(pull), fds);
+  }
+  switch (got.what) {
+    case Session::Received::What::Fd: return Py_BuildValue("(si)", "fd", got.fd);
+    case Session::Received::What::Message:
+      return Py_BuildValue("(sy#)", "message", got.message.data(), static_cast<Py_ssize_t>(got.message.size()));
+    default: return Py_BuildValue("(sN)", "completed", ids_list(got.completed));
+  }
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_worker_died(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int worker;
+  const char* why;
+  if (!PyArg_ParseTuple(args, "is", &worker, &why)) return nullptr;
+  std::vector<uint64_t> completed;
+  {
+    std::string reason = why;
+    GilReleased released;
+    Session::get().worker_died(worker, reason, &completed);
+  }
+  return ids_list(completed);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_detach(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char* why;
+  if (!PyArg_ParseTuple(args, "s", &why)) return nullptr;
+  std::string reason = why;
+  std::vector<uint64_t> completed;
+  {
+    GilReleased released;
+    Session::get().detach(reason);
+    completed = Session::get().take_completed();
+  }
+  return ids_list(completed);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_flush(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  GilReleased released;
+  Session::get().flush();
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+  Py_RETURN_NONE;
+}
+
+PyObject* py_active(PyObject*, PyObject*) { return PyBool_FromLong(Session::get().active()); }
+
+PyObject* py_site(PyObject*, PyObject* args) {
+  unsigned int site;
+  if (!PyArg_ParseTuple(args, "I", &site)) return nullptr;
+  return sites::describe(site);
+}
+
+PyObject* py_fetch(PyObject*, PyObject* arg) {
+  HANDLE_TH_ERRORS
+  const at::Tensor* t = tensor_arg(arg);
+  if (!t) return nullptr;
+  RequestPtr r;
+  {
+    at::Tensor held = *t;
+    GilReleased released;
+    r = fetch(held);
+  }
+  return PyLong_FromUnsignedLongLong(r->id);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_ready(PyObject*, PyObject* args) {
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return nullptr;
+  auto r = request_arg(id);
+  if (!r) return nullptr;
+  return PyBool_FromLong(r->state.load() != Request::State::Pending);
+}
+
+PyObject* py_wait(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long id;
+  double timeout;
+  if (!PyArg_ParseTuple(args, "Kd", &id, &timeout)) return nullptr;
+  auto r = request_arg(id);
+  if (!r) return nullptr;
+  return PyBool_FromLong(Session::get().wait(r, timeout));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_value(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return nullptr;
+  auto r = request_arg(id);
+  if (!r) return nullptr;
+  return THPVariable_Wrap(value_of(r));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_watch(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return nullptr;
+  auto r = request_arg(id);
+  if (!r) return nullptr;
+  bool answered;
+  {
+    GilReleased released;
+    answered = Session::get().want_callback(r);
+    if (!answered) Session::get().flush();
+  }
+  return PyBool_FromLong(answered);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_forget(PyObject*, PyObject* args) {
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return nullptr;
+  Session::get().forget(id);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_synchronize(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int worker;
+  if (!PyArg_ParseTuple(args, "i", &worker)) return nullptr;
+  synchronize(worker);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_seed_all(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long seed;
+  if (!PyArg_ParseTuple(args, "K", &seed)) return nullptr;
+  seed_all(seed);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_default_generator(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int worker;
+  if (!PyArg_ParseTuple(args, "i", &worker)) return nullptr;
+  return THPGenerator_Wrap(default_generator(static_cast<c10::DeviceIndex>(worker)));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_current_device(PyObject*, PyObject*) { return PyLong_FromLong(current_worker()); }
+
+PyObject* py_set_device(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int index;
+  if (!PyArg_ParseTuple(args, "i", &index)) return nullptr;
+  set_current_worker(worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(index))));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_stats(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int worker;
+  const char* what;
+  if (!PyArg_ParseTuple(args, "is", &worker, &what)) return nullptr;
+  std::string reply;
+  {
+    std::string topic = what;
+    GilReleased released;
+    auto& session = Session::get();
+    worker = worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker)));
+    session.admit(worker);
+    auto r = session.new_request(worker, 0);
+    {
+      Session::Writer w(session);
+      w.begin(Record::STATS, worker, 2);
+      mp::put_uint(w.buf(), r->id);
+      mp::put_str(w.buf(), topic);
+      w.end();
+    }
+    reply = ask_done(r);
+  }
+  return PyBytes_FromStringAndSize(reply.data(), static_cast<Py_ssize_t>(reply.size()));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_option(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int worker;
+  const char* name;
+  long long value;
+  if (!PyArg_ParseTuple(args, "isL", &worker, &name, &value)) return nullptr;
+  auto& session = Session::get();
+  session.admit(worker);
+  Session::Writer w(session);
+  w.begin(Record::OPTION, worker, 2);
+  mp::put_str(w.buf(), name);
+  mp::put_int(w.buf(), value);
+  w.end();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_counters(PyObject*, PyObject*) {
+  auto c = Session::get().counters();
+  auto g = geometry_stats();
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsK}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
+                       c.bytes, "waits", c.waits, "geometry_misses", g.misses, "geometry_asks", g.asks, "geometry_miss_ns",
+                       g.miss_ns, "geometry_entries", g.entries);
+}
+
+PyObject* py_progress(PyObject*, PyObject*) {
+  auto rows = Session::get().progress();
+  PyObject* list = PyList_New(0);
+  for (auto& [issued, executed] : rows) {
+    PyObject* row = Py_BuildValue("(KK)", issued, executed);
+    if (!row || PyList_Append(list, row) < 0) {
+      Py_XDECREF(row);
+      Py_DECREF(list);
+      return nullptr;
+    }
+    Py_DECREF(row);
+  }
+  return list;
+}
+
+PyObject* py_storage_of(PyObject*, PyObject* arg) {
+  HANDLE_TH_ERRORS
+  const at::Tensor* t = tensor_arg(arg);
+  if (!t) return nullptr;
+  auto* ctx = ctx_of(*t);
+  return Py_BuildValue("{sKsisOsO}", "id", ctx->id, "worker", static_cast<int>(ctx->worker), "lazy",
+                       ctx->lazy ? Py_True : Py_False, "first",
+                       is_first(t->unsafeGetTensorImpl(), ctx) ? Py_True : Py_False);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"register", py_register, METH_VARARGS, nullptr},
+    {"attach", py_attach, METH_VARARGS, nullptr},
+    {"receive", py_receive, METH_VARARGS, nullptr},
+    {"worker_died", py_worker_died, METH_VARARGS, nullptr},
+    {"detach", py_detach, METH_VARARGS, nullptr},
+    {"flush", py_flush, METH_NOARGS, nullptr},
+    {"active", py_active, METH_NOARGS, nullptr},
+    {"site", py_site, METH_VARARGS, nullptr},
+    {"fetch", py_fetch, METH_O, nullptr},
+    {"ready", py_ready, METH_VARARGS, nullptr},
+    {"wait", py_wait, METH_VARARGS, nullptr},
+    {"value", py_value, METH_VARARGS, nullptr},
+    {"watch", py_watch, METH_VARARGS, nullptr},
+    {"forget", py_forget, METH_VARARGS, nullptr},
+    {"synchronize", py_synchronize, METH_VARARGS, nullptr},
+    {"seed_all", py_seed_all, METH_VARARGS, nullptr},
+    {"default_generator", py_default_generator, METH_VARARGS, nullptr},
+    {"current_device", py_current_device, METH_NOARGS, nullptr},
+    {"set_device", py_set_device, METH_VARARGS, nullptr},
+    {"stats", py_stats, METH_VARARGS, nullptr},
+    {"option", py_option, METH_VARARGS, nullptr},
+    {"counters", py_counters, METH_NOARGS, nullptr},
+    {"progress", py_progress, METH_NOARGS, nullptr},
+    {"storage_of", py_storage_of, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "dtorch._client", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace dtorch
+
+PyMODINIT_FUNC PyInit__client() { return PyModule_Create(&dtorch::module); }

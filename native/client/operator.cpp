@@ -1,0 +1,92 @@
+// See operator.h.
+#include "client/operator.h"
+
+#include <c10/util/flat_hash_map.h>
+
+#include <deque>
+#include <mutex>
+#include <string_view>
+
+namespace dtorch {
+
+namespace {
+
+bool starts_with(std::string_view s, std::string_view prefix) { return s.substr(0, prefix.size()) == prefix; }
+
+struct Table {
+  std::mutex mu;
+  std::deque<OpInfo> ops;
+  ska::flat_hash_map<const c10::FunctionSchema*, OpInfo*> by_schema;
+};
+Table& table() {
+  static Table* t = new Table;
+  return *t;
+}
+
+}  // namespace
+
+OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), number(number_) {
+  const auto& schema = op.schema();
+  name = schema.name();
+  overload = schema.overload_name();
+  n_args = schema.arguments().size();
+  asks = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+
+  // arange and its kin take their length from Scalars; everywhere else a Scalar's value is only data.
+  bool by_value = starts_with(name, "aten::arange") || starts_with(name, "aten::range");
+  uploads_cpu_indices = false;
+  for (size_t i = 0; i < n_args; ++i) {
+    const auto& arg = schema.arguments()[i];
+    auto text = arg.real_type()->str();
+    scalar_by_type.push_back(!by_value && (text == "Scalar" || text == "Scalar?" || text == "number"));
+    if (arg.alias_info() && arg.alias_info()->isWrite()) writes.push_back(static_cast<int>(i));
+    uploads_cpu_indices = uploads_cpu_indices || text == "List[Optional[Tensor]]" || text == "Tensor?[]";
+  }
+  bool has_new = false;
+  for (const auto& ret : schema.returns()) {
+    Return r{Result::Value, -1};
+    auto kind = ret.real_type()->kind();
+    if (ret.alias_info() && ret.alias_info()->isWrite()) {
+      r.kind = Result::Alias;
+      for (size_t i = 0; i < n_args; ++i) {
+        const auto* a = schema.arguments()[i].alias_info();
+        if (a && a->isWrite() && a->beforeSets() == ret.alias_info()->beforeSets()) r.arg = static_cast<int>(i);
+      }
+    } else if (kind == c10::TypeKind::TensorType || kind == c10::TypeKind::OptionalType) {
+      r.kind = Result::Tensor;
+      has_new = true;
+    } else if (kind == c10::TypeKind::ListType && ret.real_type()->containedType(0)->kind() == c10::TypeKind::TensorType) {
+      r.kind = Result::List;
+      has_new = true;
+    } else {
+      asks = true;
+    }
+    returns.push_back(r);
+  }
+  infers = has_new || !returns.empty();  // without results (_foreach_add_, _fused_adamw_) there is nothing to predict
+}
+
+OpInfo& op_info(const c10::OperatorHandle& op) {
+  const auto* key = &op.schema();
+  static thread_local ska::flat_hash_map<const c10::FunctionSchema*, OpInfo*> seen;
+  auto it = seen.find(key);
+  if (it != seen.end()) return *it->second;
+  auto& t = table();
+  std::lock_guard lock(t.mu);
+  auto found = t.by_schema.find(key);
+  OpInfo* info;
+  if (found != t.by_schema.end()) {
+    info = found->second;
+  } else {
+    info = &t.ops.emplace_back(op, static_cast<uint32_t>(t.ops.size()));
+    t.by_schema.emplace(key, info);
+  }
+  seen.emplace(key, info);
+  return *info;
+}
+
+OpInfo& op_info(const char* name, const char* overload) {
+  return op_info(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+}
+
+}  // namespace dtorch

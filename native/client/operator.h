@@ -1,0 +1,37 @@
+// What the client knows about one operator: its number on the wire and how its results come about.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dtorch {
+
+struct OpInfo {
+  enum class Result : uint8_t { Tensor, List, Alias, Value };
+  struct Return {
+    Result kind;
+    int arg;  // Alias: which argument comes back
+  };
+
+  explicit OpInfo(const c10::OperatorHandle& op, uint32_t number);
+
+  c10::OperatorHandle handle;
+  uint32_t number;
+  std::string name, overload;
+  size_t n_args;
+  std::vector<Return> returns;
+  std::vector<int> writes;         // arguments it writes (in place or out=)
+  std::vector<bool> scalar_by_type;// arguments whose value cannot change the geometry: only their type is in the key
+  bool asks;       // results that only the worker can tell: data-dependent shapes, plain values
+  bool infers;     // has new tensors, or arguments whose sizes must be checked
+  bool uploads_cpu_indices;  // takes Tensor?[] indices, which may be CPU tensors as everywhere in PyTorch
+};
+
+// The one OpInfo of an operator, made at first use and never freed.
+OpInfo& op_info(const c10::OperatorHandle& op);
+OpInfo& op_info(const char* name, const char* overload);
+
+}  // namespace dtorch

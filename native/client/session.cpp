@@ -1,0 +1,497 @@
+// See session.h. Order of events for a batch: records are appended under `mu_` by after_record(); flush_locked() sends
+// [RECORDS, count] and the bytes, and notes per worker how many bytes are under way; a PROGRESS message from a worker
+// takes them off again and closes the upload segments that its batch carried.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "client/session.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <utility>
+
+#include "client/python_error.h"
+
+namespace dtorch {
+
+namespace {
+
+constexpr size_t kFlushBytes = 16 * 1024;
+constexpr int kMaxQuietChecks = 100;  // a preempted client is given this many flush intervals before we send anyway
+
+// One eventfd per thread that ever waited.
+struct ThreadEvent {
+  int fd = eventfd(0, EFD_CLOEXEC);
+  ~ThreadEvent() { close(fd); }
+  void drain() const {
+    uint64_t n;
+    [[maybe_unused]] auto r = read(fd, &n, sizeof n);
+  }
+};
+ThreadEvent& thread_event() {
+  static thread_local ThreadEvent event;
+  return event;
+}
+
+int thread_id() {
+  static thread_local int tid = static_cast<int>(syscall(SYS_gettid));
+  return tid;
+}
+clockid_t thread_clock() {
+  static thread_local clockid_t id = [] {
+    clockid_t c = 0;
+    pthread_getcpuclockid(pthread_self(), &c);
+    return c;
+  }();
+  return id;
+}
+int64_t cpu_ns(clockid_t id) {
+  timespec t{};
+  return clock_gettime(id, &t) == 0 ? t.tv_sec * 1000000000LL + t.tv_nsec : -1;
+}
+
+// 'R' when the thread is running or waiting for a processor; 0 when it cannot be told.
+char thread_state(int tid) {
+  char path[64], text[512];
+  std::snprintf(path, sizeof path, "/proc/self/task/%d/stat", tid);
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  ssize_t n = read(fd, text, sizeof text - 1);
+  close(fd);
+  if (n <= 0) return 0;
+  text[n] = 0;
+  const char* p = std::strrchr(text, ')');
+  return p && p[1] ? p[2] : 0;
+}
+
+}  // namespace
+
+Session& Session::get() {
+  static Session* session = new Session;  // never destroyed: deleters of tensors may run at exit
+  return *session;
+}
+
+void Session::attach(const SessionConfig& config) {
+  if (active()) throw std::logic_error("a session is active already");
+  std::lock_guard lock(mu_);
+  config_ = config;
+  owner_ = getpid();
+  state_.clear();
+  state_.resize(static_cast<size_t>(config.workers));
+  buf_.clear();
+  buffered_ = 0;
+  counters_ = {};
+  completed_.clear();
+  inflight_ = uploading_ = 0;
+  trouble_ = false;
+  ended_.clear();
+  flusher_stop_ = false;
+  generation_.fetch_add(1, std::memory_order_release);
+  flusher_thread_ = std::thread([this] { flusher(); });
+  active_.store(true, std::memory_order_release);
+}
+
+void Session::detach(const std::string& why) {
+  if (owner_ != getpid()) return;  // a forked child: the parent's session is not ours to end
+  std::thread joiner;
+  {
+    std::lock_guard lock(mu_);
+    if (!active_.load()) return;
+    active_.store(false, std::memory_order_release);
+    generation_.fetch_add(1, std::memory_order_release);
+    ended_ = why;
+    trouble_ = true;
+    flusher_stop_ = true;
+    buf_.clear();
+    buffered_ = 0;
+    for (auto& [id, r] : requests_) {
+      if (r->state.load() != Request::State::Pending) continue;
+      r->failure = why;
+      complete(r, Request::State::Failed);
+    }
+    for (auto& w : state_)
+      for (auto& u : w.uploads) {
+        u.map.unmap();
+        close(u.map.fd);
+      }
+    for (auto& w : state_) w.uploads.clear();
+    joiner = std::move(flusher_thread_);
+    flusher_cv_.notify_all();
+    progress_cv_.notify_all();
+  }
+  if (joiner.joinable()) joiner.join();
+}
+
+// --- records ---------------------------------------------------------------------------------------------------------
+
+void Session::after_record() {
+  ++buffered_;
+  ++changes_;
+  issuer_tid_ = thread_id();
+  issuer_clock_ = thread_clock();
+  if (buf_.size() >= kFlushBytes) {
+    flush_locked();
+  } else if (flusher_idle_) {
+    flusher_idle_ = false;
+    flusher_cv_.notify_one();
+  }
+}
+
+void Session::flush_locked() {
+  if (buf_.empty() || !active_.load(std::memory_order_relaxed)) return;
+  uint8_t head[16] = {0x92, static_cast<uint8_t>(Message::RECORDS), 0xce};
+  mp::be32(head + 3, buffered_);
+  zmq::send(config_.api, config_.push, head, 7, zmq::kSendMore);
+  zmq::send(config_.api, config_.push, buf_.data(), buf_.size(), 0);
+  ++counters_.batches;
+  counters_.bytes += buf_.size();
+  for (auto& w : state_) {
+    if (!w.unsent_bytes) continue;
+    w.inflight.emplace_back(w.next_seq - 1, w.unsent_bytes);
+    inflight_.fetch_add(w.unsent_bytes, std::memory_order_relaxed);
+    w.unsent_bytes = 0;
+  }
+  buf_.clear();
+  buffered_ = 0;
+}
+
+void Session::flush() {
+  std::lock_guard lock(mu_);
+  flush_locked();
+}
+
+void Session::release(uint64_t storage, int worker, uint64_t last_seq, uint32_t generation) {
+  if (!active() || generation != generation_.load(std::memory_order_acquire) || owner_ != getpid()) return;
+  std::lock_guard lock(mu_);
+  if (!active_.load() || generation != generation_.load()) return;
+  buf_.push(0x94);
+  buf_.push(static_cast<uint8_t>(Record::RELEASE));
+  mp::put_uint(buf_, static_cast<uint64_t>(worker));
+  mp::put_uint(buf_, storage);
+  mp::put_uint(buf_, last_seq);
+  ++counters_.releases;
+  after_record();
+}
+
+// Sends what is left in the buffer once the client is quiet. Quiet means: no record for a flush interval, no thread
+// inside an operator call, and the thread that wrote the last record either ran on for that long or sleeps. A thread
+// that merely lost its processor is not quiet: sending half of what it was about to say would make the worker hold
+// memory that the next record releases.
+void Session::flusher() {
+  std::unique_lock lock(mu_);
+  while (!flusher_stop_) {
+    if (buf_.empty()) {
+      flusher_idle_ = true;
+      flusher_cv_.wait(lock);
+      flusher_idle_ = false;
+      continue;
+    }
+    for (int check = 0; !flusher_stop_ && !buf_.empty(); ++check) {
+      uint64_t before = changes_;
+      clockid_t clock = issuer_clock_;
+      int tid = issuer_tid_;
+      lock.unlock();
+      int64_t cpu0 = cpu_ns(clock);
+      timespec nap{0, config_.flush_us * 1000};
+      nanosleep(&nap, nullptr);
+      int64_t cpu1 = cpu_ns(clock);
+      bool ran_on = cpu0 < 0 || cpu1 < 0 || cpu1 - cpu0 >= config_.flush_us * 1000;
+      bool quiet = issuing.load(std::memory_order_relaxed) == 0 && (ran_on || thread_state(tid) != 'R');
+      lock.lock();
+      if (changes_ != before) {
+        check = 0;
+        continue;
+      }
+      if (quiet || check >= kMaxQuietChecks) {
+        flush_locked();
+        break;
+      }
+    }
+  }
+}
+
+void Session::add_upload(Writer&, int worker, uint64_t seq, const Mapping& map) {
+  state_[static_cast<size_t>(worker)].uploads.push_back({seq, map});
+  uploading_.fetch_add(map.size, std::memory_order_relaxed);
+}
+
+void Session::admit_slow(int worker) {
+  std::unique_lock lock(mu_);
+  for (;;) {
+    if (!active_.load())
+      throw_engine_error(ended_.empty() ? "dtorch is not running; call dtorch.init() first" : ended_);
+    const auto& dead = state_[static_cast<size_t>(worker)].dead;
+    if (!dead.empty()) throw_worker_died(worker, dead);
+    if (inflight_.load() <= config_.inflight_bytes && uploading_.load() <= config_.upload_bytes) return;
+    flush_locked();
+    ++counters_.waits;
+    lock.unlock();
+    {
+      GilReleased released;
+      std::unique_lock again(mu_);
+      // Signals are looked at a few times a second while the client is held back; progress wakes it at once.
+      progress_cv_.wait_for(again, std::chrono::milliseconds(200), [&] {
+        return !active_.load() || !state_[static_cast<size_t>(worker)].dead.empty() ||
+               (inflight_.load() <= config_.inflight_bytes && uploading_.load() <= config_.upload_bytes);
+      });
+    }
+    check_signals();
+    lock.lock();
+  }
+}
+
+void Session::on_progress(int worker, uint64_t seq) {
+  std::vector<Mapping> done;
+  {
+    std::lock_guard lock(mu_);
+    if (worker < 0 || static_cast<size_t>(worker) >= state_.size()) return;
+    auto& w = state_[static_cast<size_t>(worker)];
+    w.executed = seq;
+    size_t freed = 0;
+    while (!w.inflight.empty() && w.inflight.front().first <= seq) {
+      freed += w.inflight.front().second;
+      w.inflight.pop_front();
+    }
+    inflight_.fetch_sub(freed, std::memory_order_relaxed);
+    while (!w.uploads.empty() && w.uploads.front().seq <= seq) {
+      done.push_back(w.uploads.front().map);
+      uploading_.fetch_sub(w.uploads.front().map.size, std::memory_order_relaxed);
+      w.uploads.pop_front();
+    }
+    if (freed || !done.empty()) progress_cv_.notify_all();
+  }
+  for (auto& m : done) {
+    m.unmap();
+    close(m.fd);
+  }
+}
+
+// --- requests --------------------------------------------------------------------------------------------------------
+
+RequestPtr Session::new_request(int worker, uint32_t site) {
+  auto r = std::make_shared<Request>();
+  r->id = next_request_.fetch_add(1, std::memory_order_relaxed);
+  r->worker = worker;
+  r->site = site;
+  std::lock_guard lock(mu_);
+  requests_.emplace(r->id, r);
+  return r;
+}
+
+RequestPtr Session::find(uint64_t id) {
+  std::lock_guard lock(mu_);
+  auto it = requests_.find(id);
+  return it == requests_.end() ? nullptr : it->second;
+}
+
+void Session::forget(uint64_t id) {
+  RequestPtr dying;  // its mapping is undone outside the lock
+  std::lock_guard lock(mu_);
+  auto it = requests_.find(id);
+  if (it == requests_.end()) return;
+  dying = std::move(it->second);
+  requests_.erase(it);
+}
+
+// Called with mu_ held.
+void Session::complete(const RequestPtr& r, Request::State state) {
+  r->state.store(state, std::memory_order_release);
+  if (r->wake_fd >= 0) {
+    uint64_t one = 1;
+    [[maybe_unused]] auto n = write(r->wake_fd, &one, sizeof one);
+    r->wake_fd = -1;
+  }
+  if (r->callback) completed_.push_back(r->id);
+}
+
+bool Session::want_callback(const RequestPtr& r) {
+  std::lock_guard lock(mu_);
+  if (r->state.load() != Request::State::Pending) return true;
+  r->callback = true;
+  return false;
+}
+
+std::vector<uint64_t> Session::take_completed() {
+  std::lock_guard lock(mu_);
+  return std::exchange(completed_, {});
+}
+
+bool Session::wait(const RequestPtr& r, double timeout_s) {
+  using clock = std::chrono::steady_clock;
+  auto deadline = clock::now() + std::chrono::duration<double>(timeout_s < 0 ? 0 : timeout_s);
+  auto& event = thread_event();
+  {
+    std::lock_guard lock(mu_);
+    flush_locked();
+    if (r->state.load() != Request::State::Pending) return true;
+    r->wake_fd = event.fd;
+  }
+  bool answered = true, interrupted = false;
+  {
+    GilReleased released;
+    for (;;) {
+      int ms = -1;
+      if (timeout_s >= 0) {
+        auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - clock::now()).count();
+        ms = left < 0 ? 0 : static_cast<int>(std::min<long long>(left + 1, 1 << 30));
+      }
+      pollfd item{event.fd, POLLIN, 0};
+      int n = poll(&item, 1, ms);
+      if (n > 0) break;
+      if (n == 0 && clock::now() < deadline) continue;
+      if (n == 0) {
+        answered = false;
+        break;
+      }
+      if (errno == EINTR && !signals_ok(released)) {  // a Python error is set
+        answered = false;
+        interrupted = true;
+        break;
+      }
+    }
+  }
+  {
+    std::lock_guard lock(mu_);
+    r->wake_fd = -1;
+    if (r->state.load() != Request::State::Pending) {
+      // The event may have been signalled after a time-out: leave none behind for the next wait.
+      pollfd item{event.fd, POLLIN, 0};
+      if (poll(&item, 1, 0) > 0) event.drain();
+      answered = true;
+    }
+  }
+  if (interrupted) throw_if_python_error();
+  return answered;
+}
+
+// --- the reply thread ------------------------------------------------------------------------------------------------
+
+bool Session::handle(zmq::Frame& frame, Received* out) {
+  mp::Reader in(frame.data(), frame.size());
+  in.array();
+  auto kind = static_cast<Message>(in.integer());
+  switch (kind) {
+    case Message::PROGRESS: {
+      int worker = static_cast<int>(in.integer());
+      on_progress(worker, in.uint());
+      return false;
+    }
+    case Message::VALUE:
+    case Message::META:
+    case Message::DONE:
+    case Message::ERROR: {
+      uint64_t id = in.uint();
+      RequestPtr r = find(id);
+      Mapping map;
+      if (kind == Message::VALUE) {
+        int worker = static_cast<int>(in.integer());
+        in.skip();  // geometry
+        if (in.kind() == mp::Kind::Array) {
+          in.array();
+          int pid = static_cast<int>(in.integer()), fd = static_cast<int>(in.integer());
+          in.integer();  // offset: segments are whole in this version
+          size_t n = in.uint();
+          uint64_t token = in.uint();
+          std::string problem;
+          try {
+            map = open_segment(pid, fd, n);
+          } catch (const std::exception& e) {
+            problem = e.what();
+          }
+          release(token, worker, 0, generation());
+          flush();
+          if (!problem.empty() && r) {
+            std::lock_guard lock(mu_);
+            r->failure = "the value could not be mapped: " + problem;
+            complete(r, Request::State::Failed);
+            return !completed_.empty();
+          }
+        }
+      }
+      if (!r) {  // nobody asks any more (a future was dropped)
+        map.unmap();
+        return false;
+      }
+      std::lock_guard lock(mu_);
+      r->reply.assign(reinterpret_cast<const char*>(frame.data()), frame.size());
+      r->mapping = map;
+      complete(r, kind == Message::ERROR ? Request::State::Failed : Request::State::Done);
+      return !completed_.empty();
+    }
+    default:
+      out->what = Received::What::Message;
+      out->message.assign(reinterpret_cast<const char*>(frame.data()), frame.size());
+      return true;
+  }
+}
+
+Session::Received Session::receive(void* pull, const std::vector<int>& fds) {
+  Received out{};
+  const auto& api = config_.api;
+  std::vector<zmq::PollItem> items;
+  items.push_back({pull, 0, zmq::kPollIn, 0});
+  for (int fd : fds) items.push_back({nullptr, fd, zmq::kPollIn, 0});
+  for (;;) {
+    // Messages first: what a dying peer still said counts.
+    for (;;) {
+      zmq::Frame frame(api);
+      if (!frame.recv(pull, zmq::kDontWait)) break;
+      if (handle(frame, &out)) {
+        if (out.what == Received::What::Message && !out.message.empty()) return out;
+        out.what = Received::What::Completed;
+        out.completed = take_completed();
+        return out;
+      }
+    }
+    for (auto& item : items) item.revents = 0;
+    if (api.poll(items.data(), static_cast<int>(items.size()), -1) < 0) continue;  // EINTR
+    if (items[0].revents) continue;
+    for (size_t i = 1; i < items.size(); ++i)
+      if (items[i].revents) {
+        out.what = Received::What::Fd;
+        out.fd = items[i].fd;
+        return out;
+      }
+  }
+}
+
+void Session::worker_died(int worker, const std::string& why, std::vector<uint64_t>* completed) {
+  std::lock_guard lock(mu_);
+  if (worker < 0 || static_cast<size_t>(worker) >= state_.size()) return;
+  auto& w = state_[static_cast<size_t>(worker)];
+  w.dead = why;
+  trouble_ = true;
+  for (auto& [seq, bytes] : w.inflight) inflight_.fetch_sub(bytes, std::memory_order_relaxed);
+  w.inflight.clear();
+  for (auto& u : w.uploads) {
+    uploading_.fetch_sub(u.map.size, std::memory_order_relaxed);
+    u.map.unmap();
+    close(u.map.fd);
+  }
+  w.uploads.clear();
+  for (auto& [id, r] : requests_) {
+    if (r->worker != worker || r->state.load() != Request::State::Pending) continue;
+    r->failure = why;
+    complete(r, Request::State::Failed);
+  }
+  progress_cv_.notify_all();
+  *completed = std::exchange(completed_, {});
+}
+
+Counters Session::counters() {
+  std::lock_guard lock(mu_);
+  return counters_;
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> Session::progress() {
+  std::lock_guard lock(mu_);
+  std::vector<std::pair<uint64_t, uint64_t>> out;
+  for (auto& w : state_) out.emplace_back(w.next_seq - 1, w.executed);
+  return out;
+}
+
+}  // namespace dtorch

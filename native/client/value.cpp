@@ -1,0 +1,225 @@
+// See value.h. Values up to kInlineBytes travel in records and replies; larger ones as segments (SHM-1, SHM-2).
+#include "client/value.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+
+#include "client/issue.h"
+#include "client/python_error.h"
+#include "client/sites.h"
+
+namespace dtorch {
+
+namespace {
+
+bool dense(const at::Tensor& t) { return t.is_non_overlapping_and_dense(); }
+
+at::Tensor resolved(const at::Tensor& t) {
+  auto r = t;
+  if (r.is_conj()) r = r.resolve_conj();
+  if (r.is_neg()) r = r.resolve_neg();
+  return r;
+}
+
+// Puts a dense CPU tensor's memory into a lazy storage of the same geometry.
+void put(const at::Tensor& cpu, StorageCtx* ctx) {
+  auto& session = Session::get();
+  session.admit(ctx->worker);
+  size_t n = static_cast<size_t>(cpu.numel()) * cpu.element_size();
+  if (n <= kInlineBytes) {
+    Session::Writer w(session);
+    ctx->last_seq = w.begin(Record::PUT, ctx->worker, 3);
+    mp::put_uint(w.buf(), ctx->id);
+    put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
+    mp::put_bin(w.buf(), cpu.const_data_ptr(), n);
+    ctx->lazy = false;
+    w.end();
+    return;
+  }
+  Mapping m = make_segment("dtorch-upload", n);
+  std::memcpy(m.data, cpu.const_data_ptr(), n);
+  munmap(m.data, m.size);  // the worker's mapping keeps the pages; we keep only the descriptor
+  m.data = nullptr;
+  Session::Writer w(session);
+  ctx->last_seq = w.begin(Record::MAP, ctx->worker, 5);
+  mp::put_uint(w.buf(), ctx->id);
+  put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
+  mp::put_int(w.buf(), session.owner());
+  mp::put_int(w.buf(), m.fd);
+  mp::put_uint(w.buf(), n);
+  ctx->lazy = false;
+  session.add_upload(w, ctx->worker, ctx->last_seq, m);
+  w.end();
+}
+
+// True when writing all of `dst` at once may give its lazy storage its first contents.
+bool fresh(const at::Tensor& dst) {
+  auto* ctx = ctx_of(dst);
+  return ctx->lazy && is_first(dst.unsafeGetTensorImpl(), ctx) && dense(dst) &&
+         ctx->nbytes == static_cast<size_t>(dst.numel()) * dst.element_size();
+}
+
+void copy_on_worker(const at::Tensor& dst, const at::Tensor& src) {
+  static const OpInfo& info = op_info("aten::copy_", "");
+  torch::jit::Stack stack{dst, src, false};
+  issue_boxed(info, &stack);
+}
+
+void upload_into(const at::Tensor& src0, const at::Tensor& dst) {
+  auto src = resolved(src0);
+  if (fresh(dst) && src.scalar_type() == dst.scalar_type() && src.sizes() == dst.sizes()) {
+    if (src.strides() != dst.strides() || !dense(src)) {
+      auto packed = at::empty_strided(dst.sizes(), dst.strides(), src.options());
+      packed.copy_(src);
+      src = packed;
+    }
+    return put(src, ctx_of(dst));
+  }
+  copy_on_worker(dst, upload(src, ctx_of(dst)->worker));
+}
+
+// SEND on the source's worker, RECV on the destination's: each in its own stream's order.
+void transfer(const at::Tensor& src, const at::Tensor& dst) {
+  auto& session = Session::get();
+  auto* from = ctx_of(src);
+  int target = ctx_of(dst)->worker;
+  check_alive(from);
+  // The worker sends a dense tensor's memory as it is and packs any other row-major.
+  bool as_is = dense(src) && !src.is_conj() && !src.is_neg();
+  Dims strides = as_is ? Dims(src.strides().begin(), src.strides().end()) : row_major(src.sizes());
+  bool direct = fresh(dst) && src.scalar_type() == dst.scalar_type() && src.sizes() == dst.sizes() &&
+                dst.strides() == c10::IntArrayRef(strides);
+  at::Tensor landing = direct ? dst : make_tensor(target, src.scalar_type(), src.sizes(), strides);
+  auto* to = ctx_of(landing);
+  uint32_t site = sites::current();
+  uint64_t id = session.new_transfer();
+  session.admit(from->worker);
+  session.admit(target);
+  {
+    Session::Writer w(session);
+    if (from->lazy) materialise(w, from);
+    from->last_seq = w.begin(Record::SEND, from->worker, 4);
+    mp::put_uint(w.buf(), id);
+    mp::put_uint(w.buf(), static_cast<uint64_t>(target));
+    mp::put_uint(w.buf(), site);
+    put_tensor(w.buf(), src.unsafeGetTensorImpl(), from);
+    w.end();
+    to->last_seq = w.begin(Record::RECV, target, 5);
+    mp::put_uint(w.buf(), id);
+    mp::put_uint(w.buf(), static_cast<uint64_t>(from->worker));
+    mp::put_uint(w.buf(), site);
+    mp::put_uint(w.buf(), to->id);
+    put_geometry(w.buf(), to->first.dtype, to->first.sizes, to->first.strides, 0, 0);
+    to->lazy = false;
+    w.end();
+  }
+  if (!direct) copy_on_worker(dst, landing);
+}
+
+}  // namespace
+
+RequestPtr fetch(const at::Tensor& t) {
+  auto& session = Session::get();
+  auto* ctx = ctx_of(t);
+  check_alive(ctx);
+  Issuing issuing;
+  uint32_t site = sites::current();
+  session.admit(ctx->worker);
+  auto r = session.new_request(ctx->worker, site);
+  Session::Writer w(session);
+  if (ctx->lazy) materialise(w, ctx);
+  ctx->last_seq = w.begin(Record::FETCH, ctx->worker, 3);
+  mp::put_uint(w.buf(), r->id);
+  mp::put_uint(w.buf(), site);
+  put_tensor(w.buf(), t.unsafeGetTensorImpl(), ctx);
+  w.end();
+  return r;
+}
+
+at::Tensor value_of(const RequestPtr& r) {
+  if (r->state.load() == Request::State::Failed) throw_failure(r->reply, r->failure, r->worker);
+  mp::Reader in(r->reply.data(), r->reply.size());
+  in.array();
+  in.skip(), in.skip(), in.skip();
+  size_t fields = in.array();
+  auto dtype = static_cast<at::ScalarType>(in.integer());
+  Dims sizes, strides;
+  for (size_t i = in.array(); i-- > 0;) sizes.push_back(in.integer());
+  if (fields > 2 && !in.try_nil())
+    for (size_t i = in.array(); i-- > 0;) strides.push_back(in.integer());
+  else
+    strides = row_major(sizes);
+  for (size_t i = 3; i < fields; ++i) in.skip();
+  if (r->mapping.data) {
+    auto keep = r;  // the mapping lives as long as the tensor
+    return at::from_blob(r->mapping.data, sizes, strides, [keep](void*) {}, at::TensorOptions().dtype(dtype));
+  }
+  auto out = at::detail::empty_strided_cpu(sizes, strides, dtype);
+  auto bytes = in.bin();
+  size_t n = static_cast<size_t>(out.numel()) * out.element_size();
+  TORCH_CHECK(bytes.size() == n, "dtorch: a value of ", n, " bytes came with ", bytes.size());
+  std::memcpy(out.mutable_data_ptr(), bytes.data(), n);
+  return out;
+}
+
+at::Tensor fetch_now(const at::Tensor& t) {
+  auto r = fetch(t);
+  struct Forget {
+    uint64_t id;
+    ~Forget() { Session::get().forget(id); }
+  } forget{r->id};
+  Session::get().wait(r);
+  return value_of(r);
+}
+
+at::Tensor upload(const at::Tensor& cpu, int worker) {
+  auto src = resolved(cpu);
+  if (!dense(src)) src = src.contiguous();
+  auto dst = make_tensor(worker, src.scalar_type(), src.sizes(), src.strides());
+  if (src.numel() > 0) put(src, ctx_of(dst));
+  return dst;
+}
+
+void copy(const at::Tensor& src, const at::Tensor& dst) {
+  if (dst.numel() == 0 && src.numel() == 0) return;
+  if (!is_ours(dst)) {
+    auto value = fetch_now(src);
+    dst.copy_(value);
+  } else if (!is_ours(src)) {
+    TORCH_CHECK(src.device().is_cpu() && src.layout() == at::kStrided, "dtorch: cannot copy a ", src.layout(),
+                " tensor on ", src.device(), " to ", dst.device(), "; bring it to a dense CPU tensor first");
+    check_alive(ctx_of(dst));
+    upload_into(src, dst);
+  } else if (ctx_of(src)->worker == ctx_of(dst)->worker) {
+    copy_on_worker(dst, src);
+  } else {
+    transfer(src, dst);
+  }
+}
+
+std::string ask_done(const RequestPtr& r) {
+  struct Forget {
+    uint64_t id;
+    ~Forget() { Session::get().forget(id); }
+  } forget{r->id};
+  Session::get().wait(r);
+  if (r->state.load() == Request::State::Failed) throw_failure(r->reply, r->failure, r->worker);
+  return r->reply;
+}
+
+void synchronize(int worker) {
+  auto& session = Session::get();
+  if (!session.active()) return;
+  session.admit(worker);
+  auto r = session.new_request(worker, 0);
+  {
+    Session::Writer w(session);
+    w.begin(Record::SYNC, worker, 1);
+    mp::put_uint(w.buf(), r->id);
+    w.end();
+  }
+  ask_done(r);
+}
+
+}  // namespace dtorch

@@ -1,0 +1,218 @@
+// See decode.h.
+#include "worker/decode.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/List.h>
+#include <ATen/core/jit_type.h>
+
+#include "common/protocol.h"
+
+namespace dtorch::worker {
+
+Slot& Store::at(uint64_t id) {
+  auto* s = find(id);
+  TORCH_CHECK(s, "storage ", id, " is unknown to the worker (a bug of dtorch)");
+  return *s;
+}
+
+Geometry read_geometry(mp::Reader& in) {
+  Geometry g;
+  size_t fields = in.array();
+  g.dtype = static_cast<at::ScalarType>(in.integer());
+  for (size_t i = in.array(); i-- > 0;) g.sizes.push_back(in.integer());
+  if (fields > 2 && !in.try_nil()) {
+    g.row_major = false;
+    for (size_t i = in.array(); i-- > 0;) g.strides.push_back(in.integer());
+  } else {
+    g.strides.resize(g.sizes.size());
+    int64_t step = 1;
+    for (size_t i = g.sizes.size(); i-- > 0;) {
+      g.strides[i] = step;
+      step *= std::max<int64_t>(g.sizes[i], 1);
+    }
+  }
+  if (fields > 3) g.offset = in.integer();
+  if (fields > 4) g.flags = static_cast<int>(in.integer());
+  return g;
+}
+
+void put_geometry(Buffer& b, const at::Tensor& t) {
+  mp::put_array(b, 3);
+  mp::put_int(b, static_cast<int64_t>(t.scalar_type()));
+  mp::put_array(b, static_cast<size_t>(t.dim()));
+  for (int64_t v : t.sizes()) mp::put_int(b, v);
+  mp::put_array(b, static_cast<size_t>(t.dim()));
+  for (int64_t v : t.strides()) mp::put_int(b, v);
+}
+
+at::Tensor view_of(const at::Tensor& first, const Geometry& g) {
+  auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(first.unsafeGetTensorImpl()->unsafe_storage()),
+                                                    c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                    c10::scalarTypeToTypeMeta(g.dtype));
+  auto* impl = t.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
+  if (g.flags & kFlagConj) impl->_set_conj(true);
+  if (g.flags & kFlagNeg) impl->_set_neg(true);
+  return t;
+}
+
+at::Generator& Generators::get(uint32_t number) {
+  auto it = made.find(number);
+  if (it != made.end()) return it->second;
+  if (number == 0) return made.emplace(0u, at::detail::getDefaultCPUGenerator()).first->second;
+  return made.emplace(number, at::detail::createCPUGenerator()).first->second;
+}
+
+at::Tensor Decoder::cpu_tensor(std::string_view bytes) {
+  TORCH_CHECK(bytes.size() > 3, "bad CPU tensor argument");
+  auto dtype = static_cast<at::ScalarType>(bytes[0]);
+  auto t = at::detail::empty_cpu({}, dtype);
+  TORCH_CHECK(bytes.size() == 3 + static_cast<size_t>(t.element_size()), "bad CPU tensor argument");
+  std::memcpy(t.mutable_data_ptr(), bytes.data() + 3, t.element_size());
+  if (bytes[1]) t.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return t;
+}
+
+at::Tensor Decoder::tensor() {
+  switch (in_.kind()) {
+    case mp::Kind::Nil: in_.skip(); return at::Tensor();
+    case mp::Kind::Int: {
+      uint64_t id = in_.uint();
+      storages_.push_back(id);
+      auto& s = store_.at(id);
+      if (__builtin_expect(s.poison != nullptr, 0)) {
+        if (!poison_) poison_ = s.poison;
+        return at::Tensor();
+      }
+      return s.first;
+    }
+    case mp::Kind::Array: {
+      in_.array();
+      uint64_t id = in_.uint();
+      storages_.push_back(id);
+      auto g = read_geometry(in_);
+      auto& s = store_.at(id);
+      if (__builtin_expect(s.poison != nullptr, 0)) {
+        if (!poison_) poison_ = s.poison;
+        return at::Tensor();
+      }
+      lazy_bits_ = lazy_bits_ || g.flags != 0;
+      return view_of(s.first, g);
+    }
+    case mp::Kind::Ext: {
+      int8_t type;
+      auto bytes = in_.ext(&type);
+      TORCH_CHECK(type == static_cast<int8_t>(Ext::CPU_TENSOR), "bad tensor argument");
+      return cpu_tensor(bytes);
+    }
+    default: TORCH_CHECK(false, "bad tensor argument");
+  }
+}
+
+c10::Scalar Decoder::scalar() {
+  switch (in_.kind()) {
+    case mp::Kind::Bool: return in_.boolean();
+    case mp::Kind::Int: return in_.integer();
+    case mp::Kind::Float: return in_.real();
+    default: {
+      int8_t type;
+      auto bytes = in_.ext(&type);
+      double parts[2];
+      TORCH_CHECK(type == static_cast<int8_t>(Ext::COMPLEX) && bytes.size() == sizeof parts, "bad scalar argument");
+      std::memcpy(parts, bytes.data(), sizeof parts);
+      return c10::complex<double>(parts[0], parts[1]);
+    }
+  }
+}
+
+Dims Decoder::ints() {
+  Dims out;
+  for (size_t i = in_.array(); i-- > 0;) out.push_back(in_.integer());
+  return out;
+}
+
+at::Generator Decoder::generator() {
+  if (in_.try_nil()) return {};
+  int8_t type;
+  auto bytes = in_.ext(&type);
+  uint32_t number;
+  TORCH_CHECK(type == static_cast<int8_t>(Ext::GENERATOR) && bytes.size() == sizeof number, "bad generator argument");
+  std::memcpy(&number, bytes.data(), sizeof number);
+  return generators_.get(number);
+}
+
+c10::IValue Decoder::ivalue(const c10::Type& type) {
+  if (type.kind() == c10::TypeKind::OptionalType) {
+    if (in_.try_nil()) return {};
+    return ivalue(*type.containedType(0));
+  }
+  switch (type.kind()) {
+    case c10::TypeKind::TensorType: return tensor();
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
+      if (in_.kind() == mp::Kind::Ext) {  // a Device or the like where the real type hides behind int
+        in_.skip();
+        return {};
+      }
+      return in_.integer();
+    case c10::TypeKind::FloatType: return in_.real();
+    case c10::TypeKind::BoolType: return in_.boolean();
+    case c10::TypeKind::NumberType: return scalar();
+    case c10::TypeKind::StringType: return std::string(in_.str());
+    case c10::TypeKind::GeneratorType: {
+      auto g = generator();
+      return g.defined() ? c10::IValue(g) : c10::IValue();
+    }
+    case c10::TypeKind::DeviceObjType: {
+      in_.skip();
+      return c10::Device(c10::DeviceType::CPU);  // "the worker's own device" and "cpu" are the same on a CPU worker
+    }
+    case c10::TypeKind::ListType: {
+      const auto& element = *type.containedType(0);
+      size_t n = in_.array();
+      switch (element.kind()) {
+        case c10::TypeKind::TensorType: {
+          std::vector<at::Tensor> list;
+          list.reserve(n);
+          for (size_t i = 0; i < n; ++i) list.push_back(tensor());
+          return list;
+        }
+        case c10::TypeKind::OptionalType: {
+          c10::List<std::optional<at::Tensor>> list;
+          for (size_t i = 0; i < n; ++i) {
+            auto t = tensor();
+            list.push_back(t.defined() ? std::optional<at::Tensor>(t) : std::nullopt);
+          }
+          return list;
+        }
+        case c10::TypeKind::IntType:
+        case c10::TypeKind::SymIntType: {
+          std::vector<int64_t> list;
+          for (size_t i = 0; i < n; ++i) list.push_back(in_.integer());
+          return list;
+        }
+        case c10::TypeKind::FloatType: {
+          std::vector<double> list;
+          for (size_t i = 0; i < n; ++i) list.push_back(in_.real());
+          return list;
+        }
+        case c10::TypeKind::BoolType: {
+          c10::List<bool> list;
+          for (size_t i = 0; i < n; ++i) list.push_back(in_.boolean());
+          return list;
+        }
+        case c10::TypeKind::NumberType: {
+          c10::impl::GenericList list(c10::NumberType::get());
+          for (size_t i = 0; i < n; ++i) list.push_back(scalar());
+          return list;
+        }
+        default: break;
+      }
+      [[fallthrough]];
+    }
+    default: TORCH_CHECK(false, "dtorch cannot read an argument of type ", type.str());
+  }
+}
+
+}  // namespace dtorch::worker

@@ -1,0 +1,67 @@
+// Reads an operator's arguments off a record, boxed or typed. The twin of native/client/encode.h.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/IListRef.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/util/SmallVector.h>
+
+#include "common/msgpack.h"
+#include "worker/store.h"
+
+namespace dtorch::worker {
+
+using Dims = c10::SmallVector<int64_t, 5>;
+
+struct Geometry {
+  at::ScalarType dtype = at::kFloat;
+  Dims sizes, strides;
+  int64_t offset = 0;
+  int flags = 0;
+  bool row_major = true;  // strides were left out
+};
+
+Geometry read_geometry(mp::Reader& in);
+void put_geometry(Buffer& b, const at::Tensor& t);
+
+// A tensor on an existing storage.
+at::Tensor view_of(const at::Tensor& first, const Geometry& g);
+
+struct Generators {
+  // The CPU generator of a number; 0 is the process's default one. Made at its SEED.
+  at::Generator& get(uint32_t number);
+  ska::flat_hash_map<uint32_t, at::Generator> made;
+};
+
+// What a decoded operator read; a poisoned argument is met here first.
+class Decoder {
+ public:
+  Decoder(mp::Reader& in, Store& store, Generators& generators) : in_(in), store_(store), generators_(generators) {}
+
+  at::Tensor tensor();                 // undefined for nil, and for a poisoned storage (see poison())
+  c10::Scalar scalar();
+  Dims ints();
+  at::Generator generator();
+  // By the schema's type.
+  c10::IValue ivalue(const c10::Type& type);
+
+  mp::Reader& in() { return in_; }
+  const CausePtr& poison() const { return poison_; }
+  // The storage of the i-th tensor argument read, in order; for poisoning what a failed operator writes.
+  const c10::SmallVector<uint64_t, 8>& storages() const { return storages_; }
+  bool lazy_bits() const { return lazy_bits_; }  // some argument is a conjugate or negative view
+
+ private:
+  at::Tensor cpu_tensor(std::string_view bytes);
+
+  mp::Reader& in_;
+  Store& store_;
+  Generators& generators_;
+  CausePtr poison_;
+  c10::SmallVector<uint64_t, 8> storages_;
+  bool lazy_bits_ = false;
+};
+
+}  // namespace dtorch::worker

@@ -1,0 +1,125 @@
+// The worker's loop: takes batches of records, runs them in order, frees in time, answers.
+//
+// One thread does all of it. Between two operators, and at least every kDrainNs while it computes, it empties its socket,
+// so that a release acts as soon as it can: memory is freed between operators anyway. A second thread for reading would
+// have to hand over every record and could not free any earlier.
+//
+// EXE-1  Records run in the order they came, one at a time, each exactly once.
+// EXE-2  A release frees its storage when the record it names has been executed: at once, or right after that record
+//        (WIRE-2). A release that overtook its record waits for the batch that brings it.
+// EXE-3  A failing record harms nothing but its results: they are poisoned with its cause, and so is what reads them.
+// EXE-4  No exception leaves the loop but for a broken connection or a malformed record, which end the process.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "common/protocol.h"
+#include "common/segment.h"
+#include "common/zmq_api.h"
+#include "worker/operators.h"
+
+namespace dtorch::worker {
+
+class Executor {
+ public:
+  Executor(const zmq::Api& api, void* socket, int worker, int parent_fd);
+  ~Executor();
+
+  // 0 after EXIT, 1 when the parent is gone.
+  int run();
+
+ private:
+  struct Batch {
+    Batch(const zmq::Api& api) : records(api) {}
+    uint64_t first_seq = 0;
+    uint32_t count = 0;
+    zmq::Frame records;
+    size_t position = 0;              // of the next record, in bytes
+    std::vector<int32_t> free_after;  // per record: head of a list in `dying_`, or -1; empty until a release needs it
+  };
+  struct Dying {
+    uint64_t storage;
+    int32_t next;
+  };
+  struct Incoming {
+    std::string payload;  // encoded: bytes, a segment, or an error
+  };
+
+  // --- the socket
+  bool wait_readable();  // false: the parent is gone
+  void drain();
+  void receive_one(zmq::Frame& head);
+  void take_batch(mp::Reader& head, std::unique_ptr<Batch> batch, zmq::Frame& releases);
+  void reply(const Buffer& b) { zmq::send(api_, socket_, b.data(), b.size(), 0); }
+
+  // --- releases
+  void release(uint64_t storage, uint64_t last_seq);
+  void attach_release(uint64_t storage, uint64_t seq);
+  void free_storage(uint64_t storage);
+
+  // --- records
+  void execute_front();
+  void execute(mp::Reader& in);
+  void op(mp::Reader& in);
+  void ask(mp::Reader& in);
+  void define_op(mp::Reader& in);
+  void alloc(mp::Reader& in);
+  void put(mp::Reader& in);
+  void map(mp::Reader& in);
+  void fetch(mp::Reader& in);
+  void send_tensor(mp::Reader& in);
+  void recv_tensor(mp::Reader& in);
+  void seed(mp::Reader& in);
+  void rng_get(mp::Reader& in);
+  void rng_set(mp::Reader& in);
+  void sync(mp::Reader& in);
+  void resize(mp::Reader& in);
+  void stats(mp::Reader& in);
+  void option(mp::Reader& in);
+
+  Operator& operator_at(uint64_t number);
+  // Makes the cause of the exception that is being handled.
+  CausePtr cause_of(const char* kind_if_unknown, const std::string& op, const std::string& shapes, uint64_t site);
+  CausePtr make_cause(const char* kind, const std::string& type, const std::string& message, const std::string& op,
+                      const std::string& shapes, uint64_t site);
+  void answer_error(uint64_t request, const CausePtr& cause);
+  void payload(Buffer& b, const at::Tensor& t);  // appends inline bytes or a segment
+  void made(uint64_t storage, at::Tensor t);
+  void note_failure(const CausePtr& cause);
+
+  const zmq::Api& api_;
+  void* socket_;
+  const int worker_;
+  const int parent_fd_;
+  bool exit_ = false, parent_gone_ = false;
+
+  Store store_;
+  Generators generators_;
+  std::vector<std::unique_ptr<Operator>> operators_;
+
+  std::deque<std::unique_ptr<Batch>> batches_;
+  uint64_t executed_ = 0;  // the last record that ran
+  uint64_t received_ = 0;  // the last record that arrived
+  std::vector<Dying> dying_;
+  int32_t dying_free_ = -1;
+  std::multimap<uint64_t, uint64_t> early_;  // releases that overtook their record: seq -> storage
+  uint64_t last_drain_ = 0;
+
+  std::unordered_map<uint64_t, Incoming> incoming_;
+  std::unordered_map<int, std::string> dead_peers_;
+  std::unordered_map<uint64_t, int> exported_;  // token -> descriptor of a segment we made (SHM-2)
+  uint64_t next_token_ = uint64_t{1} << 62;
+  std::deque<CausePtr> failures_;               // not yet reported
+
+  bool log_allocations_ = false;
+  struct LogRow { uint64_t seq, storage; int64_t nbytes; };  // nbytes < 0: freed
+  std::vector<LogRow> log_;
+  std::vector<at::Tensor> made_;  // scratch of op()
+  Buffer out_;
+};
+
+}  // namespace dtorch::worker

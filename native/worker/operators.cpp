@@ -1,0 +1,167 @@
+// See operators.h.
+#include "worker/operators.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/jit_type.h>
+
+#include <sstream>
+
+#include "common/protocol.h"
+
+namespace dtorch::worker {
+
+Operator::Operator(const c10::OperatorHandle& h) : handle(h) {
+  const auto& schema = h.schema();
+  name = schema.name();
+  if (!schema.overload_name().empty()) name += "." + schema.overload_name();
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias && alias->isWrite()) writes.push_back(static_cast<int>(i));
+  }
+  for (const auto& r : schema.returns()) result_alias.push_back(r.alias_info() && r.alias_info()->isWrite());
+  unboxed = find_unboxed(schema.name(), schema.overload_name());
+}
+
+void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::vector<at::Tensor>& made) {
+  const auto& schema = op.handle.schema();
+  size_t n = d.in().array();
+  TORCH_CHECK(n == schema.arguments().size(), op.name, " came with ", n, " arguments");
+  stack.reserve(n);
+  for (const auto& arg : schema.arguments()) stack.push_back(d.ivalue(*arg.real_type()));
+  if (d.poison()) {
+    stack.clear();
+    return;
+  }
+  op.handle.callBoxed(stack);
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (op.result_alias[i]) continue;
+    const auto& v = stack[i];
+    if (v.isTensor() && v.toTensor().defined()) made.push_back(v.toTensor());
+    if (v.isTensorList())
+      for (auto& t : v.toTensorVector()) made.push_back(t);
+  }
+}
+
+std::vector<uint64_t> written_storages(const Operator& op, mp::Reader in) {
+  std::vector<uint64_t> out;
+  size_t n = in.array();
+  auto one = [&out](mp::Reader& r) {
+    if (r.kind() == mp::Kind::Int) {
+      out.push_back(r.uint());
+    } else if (r.kind() == mp::Kind::Array) {
+      r.array();
+      out.push_back(r.uint());
+      r.skip();
+    } else {
+      r.skip();
+    }
+  };
+  size_t next = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (next >= op.writes.size() || static_cast<size_t>(op.writes[next]) != i) {
+      in.skip();
+      continue;
+    }
+    ++next;
+    if (op.handle.schema().arguments()[i].real_type()->kind() == c10::TypeKind::ListType)
+      for (size_t k = in.array(); k-- > 0;) one(in);
+    else
+      one(in);
+  }
+  return out;
+}
+
+namespace {
+
+void describe_tensor(std::ostream& out, mp::Reader& in, Store& store) {
+  auto print = [&out](at::ScalarType dtype, c10::IntArrayRef sizes) {
+    out << "Tensor[" << c10::toString(dtype) << ", (";
+    for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
+    out << (sizes.size() == 1 ? ",)]" : ")]");
+  };
+  switch (in.kind()) {
+    case mp::Kind::Nil: in.skip(); out << "None"; return;
+    case mp::Kind::Int: {
+      auto* s = store.find(in.uint());
+      if (s && s->first.defined()) print(s->first.scalar_type(), s->first.sizes());
+      else out << "Tensor";
+      return;
+    }
+    case mp::Kind::Array: {
+      in.array();
+      in.uint();
+      auto g = read_geometry(in);
+      print(g.dtype, g.sizes);
+      return;
+    }
+    default: in.skip(); out << "Tensor[CPU scalar]";
+  }
+}
+
+void describe_value(std::ostream& out, mp::Reader& in) {
+  switch (in.kind()) {
+    case mp::Kind::Nil: in.skip(); out << "None"; return;
+    case mp::Kind::Bool: out << (in.boolean() ? "True" : "False"); return;
+    case mp::Kind::Int: out << in.integer(); return;
+    case mp::Kind::Float: out << in.real(); return;
+    case mp::Kind::Str: out << '"' << in.str() << '"'; return;
+    case mp::Kind::Array: {
+      size_t n = in.array();
+      out << "[";
+      for (size_t i = 0; i < n; ++i) {
+        if (i) out << ", ";
+        describe_value(out, in);
+      }
+      out << "]";
+      return;
+    }
+    default: in.skip(); out << "..."; return;
+  }
+}
+
+}  // namespace
+
+std::string describe_arguments(const Operator& op, mp::Reader in, Store& store) {
+  std::ostringstream out;
+  const auto& args = op.handle.schema().arguments();
+  size_t n = in.array();
+  out << "(";
+  for (size_t i = 0; i < n && i < args.size(); ++i) {
+    if (i) out << ", ";
+    auto type = args[i].real_type();
+    if (type->kind() == c10::TypeKind::OptionalType && in.kind() != mp::Kind::Nil) type = type->containedType(0);
+    bool is_list = type->kind() == c10::TypeKind::ListType;
+    auto element = is_list ? type->containedType(0) : type;
+    if (element->kind() == c10::TypeKind::OptionalType) element = element->containedType(0);
+    if (element->kind() != c10::TypeKind::TensorType || in.kind() == mp::Kind::Nil) {
+      describe_value(out, in);
+    } else if (!is_list) {
+      describe_tensor(out, in, store);
+    } else {
+      size_t m = in.array();
+      out << "[";
+      for (size_t k = 0; k < m; ++k) {
+        if (k) out << ", ";
+        describe_tensor(out, in, store);
+      }
+      out << "]";
+    }
+  }
+  out << ")";
+  return out.str();
+}
+
+at::Tensor conform(const Operator& op, at::Tensor t, const Geometry& g) {
+  auto* impl = t.unsafeGetTensorImpl();
+  if (__builtin_expect(impl->sizes() == c10::IntArrayRef(g.sizes) && impl->strides() == c10::IntArrayRef(g.strides) &&
+                           t.scalar_type() == g.dtype && impl->storage_offset() == 0 && !t.is_conj() && !t.is_neg(), 1))
+    return t;
+  TORCH_CHECK(t.sizes() == c10::IntArrayRef(g.sizes) && t.layout() == at::kStrided, op.name, " gave ", t.toString(),
+              t.sizes(), " where ", c10::toString(g.dtype), c10::IntArrayRef(g.sizes),
+              " was predicted (a bug of dtorch: its shape inference is wrong for this operator)");
+  at::Tensor as_predicted = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+  as_predicted.copy_(t);
+  return as_predicted;
+}
+
+}  // namespace dtorch::worker

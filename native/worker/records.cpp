@@ -1,0 +1,579 @@
+// What each record does (executor.h has the class, protocol.py the fields).
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Generator.h>
+#include <ATen/ops/from_blob.h>
+
+#include <unistd.h>
+
+#include <typeinfo>
+
+#include "worker/executor.h"
+#include "worker/memory.h"
+
+namespace dtorch::worker {
+
+namespace {
+
+// The name under which the client raises it again.
+const char* type_of(const std::exception& e) {
+  if (dynamic_cast<const c10::IndexError*>(&e)) return "IndexError";
+  if (dynamic_cast<const c10::ValueError*>(&e)) return "ValueError";
+  if (dynamic_cast<const c10::TypeError*>(&e)) return "TypeError";
+  if (dynamic_cast<const c10::NotImplementedError*>(&e)) return "NotImplementedError";
+  if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) return "OutOfMemoryError";
+  if (dynamic_cast<const c10::LinAlgError*>(&e)) return "LinAlgError";
+  if (dynamic_cast<const std::bad_alloc*>(&e)) return "OutOfMemoryError";
+  return "RuntimeError";
+}
+
+std::string text_of(const std::exception& e) {
+  if (auto* c = dynamic_cast<const c10::Error*>(&e)) return c->what_without_backtrace();
+  return e.what();
+}
+
+// A tensor's memory as it is when it is dense, else packed row-major: what FETCH and SEND hand over.
+at::Tensor handed_over(const at::Tensor& t) {
+  if (t.is_conj() || t.is_neg()) return t.resolve_conj().resolve_neg().contiguous();
+  return t.is_non_overlapping_and_dense() ? t : t.contiguous();
+}
+
+size_t bytes_of(const at::Tensor& t) { return static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size()); }
+
+}  // namespace
+
+// --- failures --------------------------------------------------------------------------------------------------------
+
+CausePtr Executor::make_cause(const char* kind, const std::string& type, const std::string& message, const std::string& op,
+                              const std::string& shapes, uint64_t site) {
+  Buffer b;
+  mp::put_array(b, 7);
+  mp::put_str(b, kind);
+  mp::put_str(b, type);
+  mp::put_str(b, message);
+  mp::put_str(b, op);
+  mp::put_str(b, shapes);
+  mp::put_uint(b, site);
+  mp::put_int(b, worker_);
+  auto c = std::make_shared<Cause>();
+  c->error.assign(reinterpret_cast<const char*>(b.data()), b.size());
+  return c;
+}
+
+CausePtr Executor::cause_of(const char* kind, const std::string& op, const std::string& shapes, uint64_t site) {
+  try {
+    throw;
+  } catch (const mp::FormatError&) {
+    throw;  // the stream cannot be trusted any more (EXE-4)
+  } catch (const std::exception& e) {
+    std::string type = type_of(e);
+    return make_cause(type == "OutOfMemoryError" ? "memory" : kind, type, text_of(e), op, shapes, site);
+  }
+}
+
+void Executor::note_failure(const CausePtr& cause) {
+  if (!cause->reported) failures_.push_back(cause);
+  constexpr size_t kKept = 1000;  // unreported causes; the first ones matter
+  if (failures_.size() > kKept) failures_.pop_back();
+}
+
+void Executor::answer_error(uint64_t request, const CausePtr& cause) {
+  cause->reported = true;
+  out_.clear();
+  mp::put_array(out_, 4);
+  out_.push(static_cast<uint8_t>(Message::ERROR));
+  mp::put_uint(out_, request);
+  mp::put_int(out_, worker_);
+  out_.append(cause->error.data(), cause->error.size());
+  reply(out_);
+}
+
+// --- operators -------------------------------------------------------------------------------------------------------
+
+void Executor::execute(mp::Reader& in) {
+  in.array();
+  auto kind = static_cast<Record>(in.integer());
+  in.integer();  // the worker: the controller has routed by it
+  switch (kind) {
+    case Record::OP: return op(in);
+    case Record::DEFINE_OP: return define_op(in);
+    case Record::ALLOC: return alloc(in);
+    case Record::PUT: return put(in);
+    case Record::MAP: return map(in);
+    case Record::FETCH: return fetch(in);
+    case Record::ASK: return ask(in);
+    case Record::SEND: return send_tensor(in);
+    case Record::RECV: return recv_tensor(in);
+    case Record::SEED: return seed(in);
+    case Record::RNG_GET: return rng_get(in);
+    case Record::RNG_SET: return rng_set(in);
+    case Record::SYNC: return sync(in);
+    case Record::RESIZE: return resize(in);
+    case Record::STATS: return stats(in);
+    case Record::OPTION: return option(in);
+    case Record::RELEASE: break;  // never in a batch's records: the controller takes them out
+  }
+  throw mp::FormatError("the worker has no use for record " + std::to_string(static_cast<int>(kind)));
+}
+
+Operator& Executor::operator_at(uint64_t number) {
+  TORCH_CHECK(number < operators_.size() && operators_[number], "operator ", number, " was never defined (a bug of dtorch)");
+  return *operators_[number];
+}
+
+void Executor::define_op(mp::Reader& in) {
+  uint64_t number = in.uint();
+  std::string name(in.str()), overload(in.str());
+  if (number >= 1u << 20) throw mp::FormatError("operator number out of range");
+  if (operators_.size() <= number) operators_.resize(number + 64);
+  auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  // Unknown here (a custom operator of a module the worker has not imported): using it fails, defining it does not.
+  if (handle) operators_[number] = std::make_unique<Operator>(*handle);
+}
+
+void Executor::made(uint64_t storage, at::Tensor t) {
+  if (__builtin_expect(log_allocations_, 0)) log_.push_back({executed_ + 1, storage, static_cast<int64_t>(t.storage().nbytes())});
+  store_.put(storage, std::move(t));
+}
+
+void Executor::op(mp::Reader& in) {
+  uint64_t number = in.uint(), site = in.uint();
+  mp::Reader args = in;
+  CausePtr cause;
+  made_.clear();
+  Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
+  try {
+    Decoder d(in, store_, generators_);
+    if (!op) operator_at(number);
+    if (op->unboxed) {
+      op->unboxed(d, made_);
+    } else {
+      torch::jit::Stack stack;
+      call_boxed(*op, d, stack, made_);
+    }
+    cause = d.poison();
+  } catch (...) {
+    cause = cause_of("op", op ? op->name : "an unknown operator", op ? describe_arguments(*op, args, store_) : "()", site);
+    note_failure(cause);
+    in = args;
+    in.skip();
+  }
+  size_t n = in.array();
+  if (!cause && n != made_.size())
+    cause = make_cause("internal", "RuntimeError",
+                       "gave " + std::to_string(made_.size()) + " results where " + std::to_string(n) + " were predicted",
+                       op->name, describe_arguments(*op, args, store_), site);
+  for (size_t i = 0; i < n; ++i) {
+    in.array();
+    uint64_t storage = in.uint();
+    auto geometry = read_geometry(in);
+    if (!cause) {
+      try {
+        made(storage, conform(*op, std::move(made_[i]), geometry));
+        continue;
+      } catch (...) {
+        cause = cause_of("internal", op->name, describe_arguments(*op, args, store_), site);
+        note_failure(cause);
+      }
+    }
+    store_.poison(storage, cause);
+  }
+  made_.clear();
+  if (__builtin_expect(cause != nullptr, 0) && op)
+    for (uint64_t storage : written_storages(*op, args)) store_.poison(storage, cause);
+}
+
+void Executor::ask(mp::Reader& in) {
+  uint64_t request = in.uint(), number = in.uint(), site = in.uint();
+  mp::Reader args = in;
+  CausePtr cause;
+  torch::jit::Stack stack;
+  std::vector<at::Tensor> fresh;
+  Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
+  try {
+    Decoder d(in, store_, generators_);
+    call_boxed(operator_at(number), d, stack, fresh);
+    cause = d.poison();
+  } catch (...) {
+    cause = cause_of("op", op ? op->name : "an unknown operator", op ? describe_arguments(*op, args, store_) : "()", site);
+  }
+  in = args;
+  in.skip();
+  uint64_t next = in.uint();
+  if (cause) return answer_error(request, cause);
+
+  Buffer b;
+  mp::put_array(b, 4);
+  b.push(static_cast<uint8_t>(Message::META));
+  mp::put_uint(b, request);
+  mp::put_int(b, worker_);
+  mp::put_array(b, stack.size() + 1);
+  auto give = [&](const at::Tensor& t0) {
+    if (!t0.defined()) return mp::put_nil(b);
+    at::Tensor t = t0;
+    // The client knows a storage by its first tensor, which starts at its beginning.
+    if (t.storage_offset() != 0 || t.is_conj() || t.is_neg()) t = t.resolve_conj().resolve_neg().clone();
+    mp::put_array(b, 2);
+    mp::put_uint(b, next);
+    put_geometry(b, t);
+    made(next++, t);
+  };
+  for (size_t i = 0; i < stack.size(); ++i) {
+    const auto& v = stack[i];
+    if (op->result_alias[i] || v.isNone()) {
+      mp::put_nil(b);
+    } else if (v.isTensor()) {
+      give(v.toTensor());
+    } else if (v.isTensorList()) {
+      auto list = v.toTensorVector();
+      mp::put_array(b, list.size());
+      for (auto& t : list) give(t);
+    } else if (v.isBool()) {
+      mp::put_bool(b, v.toBool());
+    } else if (v.isInt()) {
+      mp::put_int(b, v.toInt());
+    } else if (v.isDouble()) {
+      mp::put_double(b, v.toDouble());
+    } else if (v.isString()) {
+      mp::put_str(b, v.toStringRef());
+    } else if (v.isComplexDouble()) {
+      auto c = v.toComplexDouble();
+      double parts[2] = {c.real(), c.imag()};
+      mp::put_ext(b, static_cast<int8_t>(Ext::COMPLEX), parts, sizeof parts);
+    } else {
+      return answer_error(request, make_cause("internal", "NotImplementedError",
+                                              "gives a " + v.tagKind() + ", which dtorch cannot send back", op->name, "", site));
+    }
+  }
+  // Where the operator resized what it was given to write, the client must follow.
+  mp::put_array(b, op->writes.size());
+  mp::Reader again = args;
+  Decoder d(again, store_, generators_);
+  size_t n = again.array();
+  size_t w = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (w < op->writes.size() && static_cast<size_t>(op->writes[w]) == i) {
+      ++w;
+      if (again.kind() == mp::Kind::Int) {
+        put_geometry(b, store_.at(again.uint()).first);
+        continue;
+      }
+      mp::put_nil(b);
+    }
+    again.skip();
+  }
+  reply(b);
+}
+
+// --- making and handing over -------------------------------------------------------------------------------------------
+
+void Executor::alloc(mp::Reader& in) {
+  uint64_t storage = in.uint();
+  auto g = read_geometry(in);
+  size_t nbytes = in.uint();
+  try {
+    at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+    if (nbytes > t.storage().nbytes()) {
+      at::Tensor bytes = at::detail::empty_cpu({static_cast<int64_t>(nbytes)}, at::kByte);
+      t = view_of(bytes, g);
+    }
+    made(storage, t);
+  } catch (...) {
+    auto cause = cause_of("internal", "empty", "", 0);
+    note_failure(cause);
+    store_.poison(storage, cause);
+  }
+}
+
+void Executor::put(mp::Reader& in) {
+  uint64_t storage = in.uint();
+  auto g = read_geometry(in);
+  auto bytes = in.bin();
+  try {
+    at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+    TORCH_CHECK(bytes.size() == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", bytes.size());
+    std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
+    made(storage, t);
+  } catch (...) {
+    auto cause = cause_of("internal", "an upload", "", 0);
+    note_failure(cause);
+    store_.poison(storage, cause);
+  }
+}
+
+void Executor::map(mp::Reader& in) {
+  uint64_t storage = in.uint();
+  auto g = read_geometry(in);
+  int pid = static_cast<int>(in.integer()), fd = static_cast<int>(in.integer());
+  size_t n = in.uint();
+  try {
+    Mapping m = open_segment(pid, fd, n);
+    auto t = at::from_blob(m.data, g.sizes, g.strides, [m](void*) mutable { m.unmap(); }, at::TensorOptions().dtype(g.dtype));
+    made(storage, t);
+  } catch (...) {
+    auto cause = cause_of("internal", "an upload", "", 0);
+    note_failure(cause);
+    store_.poison(storage, cause);
+  }
+}
+
+// Appends a payload: the bytes, or a segment that the reader maps and whose token it then releases.
+void Executor::payload(Buffer& b, const at::Tensor& t) {
+  size_t n = bytes_of(t);
+  if (n <= kInlineBytes) return mp::put_bin(b, n ? t.const_data_ptr() : "", n);
+  Mapping m = make_segment("dtorch-value", n);
+  std::memcpy(m.data, t.const_data_ptr(), n);
+  m.unmap();
+  uint64_t token = next_token_++;
+  exported_.emplace(token, m.fd);
+  mp::put_array(b, 5);
+  mp::put_int(b, getpid());
+  mp::put_int(b, m.fd);
+  mp::put_int(b, 0);
+  mp::put_uint(b, n);
+  mp::put_uint(b, token);
+}
+
+void Executor::fetch(mp::Reader& in) {
+  uint64_t request = in.uint(), site = in.uint();
+  CausePtr cause;
+  mp::Reader start = in;
+  try {
+    Decoder d(in, store_, generators_);
+    auto t = d.tensor();
+    cause = d.poison();
+    if (!cause) {
+      t = handed_over(t);
+      Buffer b;
+      mp::put_array(b, 5);
+      b.push(static_cast<uint8_t>(Message::VALUE));
+      mp::put_uint(b, request);
+      mp::put_int(b, worker_);
+      put_geometry(b, t);
+      payload(b, t);
+      return reply(b);
+    }
+  } catch (...) {
+    cause = cause_of("internal", "fetching a value", "", site);
+    in = start;
+    in.skip();
+  }
+  answer_error(request, cause);
+}
+
+void Executor::send_tensor(mp::Reader& in) {
+  uint64_t transfer = in.uint(), dest = in.uint(), site = in.uint();
+  CausePtr cause;
+  mp::Reader start = in;
+  Buffer b;
+  mp::put_array(b, 5);
+  b.push(static_cast<uint8_t>(Message::TRANSFER));
+  mp::put_uint(b, transfer);
+  mp::put_int(b, worker_);
+  mp::put_uint(b, dest);
+  size_t head = b.size();
+  try {
+    Decoder d(in, store_, generators_);
+    auto t = d.tensor();
+    cause = d.poison();
+    if (!cause) payload(b, handed_over(t));
+  } catch (...) {
+    cause = cause_of("internal", "a copy between workers", "", site);
+    in = start;
+    in.skip();
+  }
+  if (cause) {  // the cause travels in place of the value
+    b.truncate(head);
+    b.append(cause->error.data(), cause->error.size());
+  }
+  reply(b);
+}
+
+void Executor::recv_tensor(mp::Reader& in) {
+  uint64_t transfer = in.uint();
+  int source = static_cast<int>(in.integer());
+  uint64_t site = in.uint(), storage = in.uint();
+  auto g = read_geometry(in);
+  auto it = incoming_.find(transfer);
+  while (it == incoming_.end()) {
+    auto dead = dead_peers_.find(source);
+    if (dead != dead_peers_.end()) {
+      auto cause = make_cause("peer", "WorkerDied", dead->second, "a copy between workers", "", site);
+      note_failure(cause);
+      return store_.poison(storage, cause);
+    }
+    if (exit_ || !wait_readable()) return;
+    drain();
+    it = incoming_.find(transfer);
+  }
+  auto payload = std::move(it->second.payload);
+  incoming_.erase(it);
+  try {
+    mp::Reader p(payload.data(), payload.size());
+    if (p.kind() == mp::Kind::Bin) {
+      auto bytes = p.bin();
+      at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+      TORCH_CHECK(bytes.size() == bytes_of(t), "a copy of ", bytes_of(t), " bytes came with ", bytes.size());
+      if (!bytes.empty()) std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
+      return made(storage, t);
+    }
+    size_t fields = p.array();
+    if (fields == 7) {  // the source's cause
+      auto cause = std::make_shared<Cause>();
+      cause->error = std::move(payload);
+      cause->reported = true;  // the source reports it
+      return store_.poison(storage, cause);
+    }
+    int pid = static_cast<int>(p.integer()), fd = static_cast<int>(p.integer());
+    p.integer();
+    size_t n = p.uint();
+    uint64_t token = p.uint();
+    Mapping m;
+    try {
+      m = open_segment(pid, fd, n);
+    } catch (...) {
+      auto cause = cause_of("internal", "a copy between workers", "", site);
+      note_failure(cause);
+      store_.poison(storage, cause);
+    }
+    out_.clear();
+    mp::put_array(out_, 4);
+    out_.push(static_cast<uint8_t>(Message::TRANSFER_DONE));
+    mp::put_uint(out_, token);
+    mp::put_int(out_, source);
+    mp::put_int(out_, worker_);
+    reply(out_);
+    if (!m.data) return;
+    made(storage, at::from_blob(m.data, g.sizes, g.strides, [m](void*) mutable { m.unmap(); },
+                                at::TensorOptions().dtype(g.dtype)));
+  } catch (...) {
+    auto cause = cause_of("internal", "a copy between workers", "", site);
+    note_failure(cause);
+    store_.poison(storage, cause);
+  }
+}
+
+void Executor::resize(mp::Reader& in) {
+  uint64_t storage = in.uint();
+  size_t nbytes = in.uint();
+  auto* s = store_.find(storage);
+  if (!s || !s->first.defined()) return;
+  try {
+    auto* impl = s->first.storage().unsafeGetStorageImpl();
+    auto* alloc = c10::GetAllocator(c10::DeviceType::CPU);
+    auto data = alloc->allocate(nbytes);
+    size_t keep = std::min(nbytes, impl->nbytes());
+    if (keep) std::memcpy(data.get(), impl->data(), keep);
+    impl->set_data_ptr_noswap(std::move(data));
+    impl->set_nbytes(nbytes);
+  } catch (...) {
+    auto cause = cause_of("internal", "resize_", "", 0);
+    note_failure(cause);
+    store_.poison(storage, cause);
+  }
+}
+
+// --- random numbers --------------------------------------------------------------------------------------------------
+
+void Executor::seed(mp::Reader& in) {
+  auto number = static_cast<uint32_t>(in.uint());
+  uint64_t value = in.uint();
+  auto& g = generators_.get(number);
+  std::lock_guard<std::mutex> lock(g.mutex());
+  g.set_current_seed(value);
+}
+
+void Executor::rng_get(mp::Reader& in) {
+  uint64_t request = in.uint();
+  auto& g = generators_.get(static_cast<uint32_t>(in.uint()));
+  at::Tensor state = g.get_state();
+  out_.clear();
+  mp::put_array(out_, 4);
+  out_.push(static_cast<uint8_t>(Message::DONE));
+  mp::put_uint(out_, request);
+  mp::put_int(out_, worker_);
+  mp::put_bin(out_, state.const_data_ptr(), static_cast<size_t>(state.numel()));
+  reply(out_);
+}
+
+void Executor::rng_set(mp::Reader& in) {
+  auto number = static_cast<uint32_t>(in.uint());
+  auto bytes = in.bin();
+  try {
+    at::Tensor t = at::detail::empty_cpu({static_cast<int64_t>(bytes.size())}, at::kByte);
+    std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
+    auto& g = generators_.get(number);
+    std::lock_guard<std::mutex> lock(g.mutex());
+    g.set_state(t);
+  } catch (...) {
+    note_failure(cause_of("op", "Generator.set_state", "", 0));
+  }
+}
+
+// --- the rest --------------------------------------------------------------------------------------------------------
+
+void Executor::sync(mp::Reader& in) {
+  uint64_t request = in.uint();
+  while (!failures_.empty() && failures_.front()->reported) failures_.pop_front();
+  if (!failures_.empty()) {
+    auto cause = failures_.front();
+    failures_.clear();  // one report a synchronisation: what followed from it follows from it
+    return answer_error(request, cause);
+  }
+  out_.clear();
+  mp::put_array(out_, 4);
+  out_.push(static_cast<uint8_t>(Message::DONE));
+  mp::put_uint(out_, request);
+  mp::put_int(out_, worker_);
+  mp::put_nil(out_);
+  reply(out_);
+}
+
+void Executor::stats(mp::Reader& in) {
+  uint64_t request = in.uint();
+  auto what = in.str();
+  auto& m = memory_stats();
+  Buffer b;
+  mp::put_array(b, 4);
+  b.push(static_cast<uint8_t>(Message::DONE));
+  mp::put_uint(b, request);
+  mp::put_int(b, worker_);
+  if (what == "log") {  // rows [sequence number, storage, bytes or -1]
+    mp::put_array(b, log_.size());
+    for (auto& row : log_) {
+      mp::put_array(b, 3);
+      mp::put_uint(b, row.seq);
+      mp::put_uint(b, row.storage);
+      mp::put_int(b, row.nbytes);
+    }
+    log_.clear();
+  } else {
+    if (what == "reset_peak") m.peak = m.allocated;
+    std::pair<const char*, int64_t> rows[] = {
+        {"allocated", m.allocated},         {"peak", m.peak},
+        {"blocks", m.live},                 {"allocations", m.allocations},
+        {"storages", static_cast<int64_t>(store_.size())},
+        {"executed", static_cast<int64_t>(executed_)}, {"received", static_cast<int64_t>(received_)},
+        {"exported", static_cast<int64_t>(exported_.size())}};
+    mp::put_array(b, std::size(rows));
+    for (auto& [name, value] : rows) {
+      mp::put_array(b, 2);
+      mp::put_str(b, name);
+      mp::put_int(b, value);
+    }
+  }
+  reply(b);
+}
+
+void Executor::option(mp::Reader& in) {
+  auto name = in.str();
+  int64_t value = in.integer();
+  if (name == "deterministic") at::globalContext().setDeterministicAlgorithms(value != 0, value == 2);
+  else if (name == "threads") at::set_num_threads(static_cast<int>(value));
+  else if (name == "flush_denormal") at::globalContext().setFlushDenormal(value != 0);
+  else if (name == "record_allocations") log_allocations_ = value != 0;
+  else throw mp::FormatError("the worker has no option " + std::string(name));
+}
+
+}  // namespace dtorch::worker
