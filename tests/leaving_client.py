@@ -10,6 +10,7 @@ import json
 import os
 import sys
 
+import processes
 import torch
 
 import dtorch
@@ -35,7 +36,6 @@ def make_busy(worker: int) -> torch.Tensor:
     total = torch.zeros((), device=f"dtorch:{worker}")
     for _ in range(4):
         total = total + torch.linalg.svdvals(x).sum()
-    dtorch.flush()
     return total
 
 
@@ -48,7 +48,9 @@ def main(work: str, end: str) -> None:
         assert current.wait_for_workers(60)
         value(1)
     if work == "busy":
+        computing = processes.is_computing(current.pids()["worker-0"])
         result = make_busy(0)
+        assert processes.wait_until(computing, 60)
     announce()
     if end == "wait":
         if result is not None:

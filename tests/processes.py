@@ -11,6 +11,7 @@ import os
 import secrets
 import select
 import time
+from collections.abc import Callable
 
 MARK = "DTORCH_TEST_RUN"
 
@@ -94,15 +95,25 @@ def wait_gone(pids: set[int], timeout: float) -> set[int]:
     return {pid for pid in pids if alive(pid)}
 
 
-def wait_until(true: object, timeout: float, every: float = 0.01) -> bool:
+def wait_until(true: Callable[[], bool], timeout: float, every: float = 0.01) -> bool:
     """The bounded poll loop for what has no event to wait for: ``true()`` is asked until it says so."""
-    assert callable(true)
     deadline = time.monotonic() + timeout
     while not true():
         if time.monotonic() > deadline:
             return False
         time.sleep(every)
     return True
+
+
+def is_computing(pid: int) -> Callable[[], bool]:
+    """A question: has the process used some processor time since this call?"""
+
+    def ticks() -> int:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[11])
+
+    before = ticks()
+    return lambda: ticks() > before + 5
 
 
 def directories() -> set[str]:

@@ -64,22 +64,6 @@ def nothing_stays(announced: dict[str, Any], since: float) -> None:
     assert gone, f"{announced['directory']} stays"
 
 
-def is_computing(pid: int) -> Callable[[], bool]:
-    """A question: has the process used processor time since this call?"""
-
-    def ticks() -> int:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[11])
-
-    before = ticks()
-    return lambda: ticks() > before + 5
-
-
-def ensure_busy(announced: dict[str, Any], work: str) -> None:
-    if work == "busy":
-        assert processes.wait_until(is_computing(announced["worker-0"]), PATIENCE)
-
-
 # -- the client ends
 
 
@@ -104,7 +88,6 @@ def test_eng1_liv1_a_client_that_ends_leaves_nothing(work: str, end: str, status
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_liv1_liv6_a_client_ended_by_a_signal_leaves_nothing(work: str, number: signal.Signals) -> None:
     with client(work, "wait") as (process, announced):
-        ensure_busy(announced, work)
         sent = time.monotonic()
         os.killpg(process.pid, number)  # as a terminal does
         stderr = process.communicate(timeout=PATIENCE)[1]
@@ -150,7 +133,7 @@ def kill_while_waiting(pid: int, number: signal.Signals, wait: Callable[[], obje
     killed: list[float] = []
 
     def kill() -> None:
-        processes.wait_until(is_computing(pid), PATIENCE)
+        processes.wait_until(processes.is_computing(pid), PATIENCE)
         killed.append(time.monotonic())
         os.kill(pid, number)
 
@@ -204,7 +187,7 @@ def test_eng4_who_waits_is_told_of_the_controllers_death_and_may_start_again(no_
     engine = fresh()
     leader = engine.pids()["controller"]
     result = leaving_client.make_busy(0)
-    computing = is_computing(engine.pids()["worker-0"])
+    computing = processes.is_computing(engine.pids()["worker-0"])
 
     def kill() -> None:
         processes.wait_until(computing, PATIENCE)
