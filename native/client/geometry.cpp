@@ -1,15 +1,15 @@
 // See geometry.h.
 #include "client/geometry.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <chrono>
 #include <mutex>
-#include <string_view>
 
 namespace dtorch {
+
+thread_local bool Inferring::active_ = false;
 
 namespace {
 
@@ -65,37 +65,18 @@ const Entry* remember(Last& last, const Buffer& key, EntryPtr entry) {
   return last.entry.get();
 }
 
-at::Tensor to_meta(const at::Tensor& t) {
-  auto m = at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
-  auto* impl = m.unsafeGetTensorImpl();
-  if (t.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
-  if (t.is_conj()) impl->_set_conj(true);
-  if (t.is_neg()) impl->_set_neg(true);
-  return m;
-}
-
-c10::IValue to_meta(const c10::IValue& v) {
-  if (v.isTensor()) return is_ours(v.toTensor()) ? c10::IValue(to_meta(v.toTensor())) : v;
-  if (v.isTensorList()) {
-    auto list = v.toTensorVector();
-    for (auto& t : list)
-      if (is_ours(t)) t = to_meta(t);
-    return list;
+// Called with the cache's lock held.
+void insert(Cache& c, const Buffer& key, const EntryPtr& entry) {
+  if (c.young.size() >= kCacheEntries) {
+    c.old.swap(c.young);
+    c.young.clear();
   }
-  if (v.isOptionalTensorList()) {
-    auto list = v.toOptionalTensorVector();
-    for (auto& t : list)
-      if (t && is_ours(*t)) t = to_meta(*t);
-    return list;
-  }
-  if (v.isDevice()) return c10::Device(c10::DeviceType::Meta);
-  if (v.isGenerator()) return c10::IValue();
-  return v;
+  c.young[std::string(reinterpret_cast<const char*>(key.data()), key.size())] = entry;
 }
 
 void add_spec(Entry& e, const at::Tensor& t) { e.outs.push_back(make_spec(t.scalar_type(), t.sizes(), t.strides())); }
 
-// Reads the results off the meta stack; false when they cannot be predicted after all.
+// Reads the results off the stack; false when they cannot be predicted after all.
 bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack) {
   if (stack.size() != info.returns.size()) return false;
   for (size_t i = 0; i < stack.size(); ++i) {
@@ -108,14 +89,14 @@ bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack) 
       if (!v.isTensorList()) return false;
       auto list = v.toTensorVector();
       for (auto& t : list) {
-        if (!t.defined() || !t.is_meta()) return false;
+        if (!t.defined() || !is_ours(t)) return false;
         add_spec(e, t);
       }
       e.returns.push_back({ReturnSpec::Kind::List, first, static_cast<int>(list.size())});
     } else if (v.isNone() || (v.isTensor() && !v.toTensor().defined())) {
       e.returns.push_back({ReturnSpec::Kind::None, 0, 0});
     } else {
-      if (!v.isTensor() || !v.toTensor().is_meta()) return false;
+      if (!v.isTensor() || !is_ours(v.toTensor())) return false;
       add_spec(e, v.toTensor());
       e.returns.push_back({ReturnSpec::Kind::New, first, 1});
     }
@@ -123,35 +104,33 @@ bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack) 
   return true;
 }
 
-bool same(c10::IntArrayRef a, c10::IntArrayRef b) { return a == b; }
+// A backend without kernels of its own: its slot in the dispatch table is the operator's composite kernel.
+constexpr auto kComposite = c10::DispatchKey::IPU;
 
-EntryPtr run_meta(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   auto e = std::make_shared<Entry>();
-  if (info.asks) {
-    e->ask = true;
-    return e;
+  e->ask = true;
+  e->dynamic = info.asks;
+  if (info.asks) return e;
+  if (info.rule) {
+    auto ruled = std::make_shared<Entry>();
+    if (info.rule(args, *ruled)) {
+      for (size_t i = 0; i < ruled->outs.size(); ++i)
+        ruled->returns.push_back({ReturnSpec::Kind::New, static_cast<int>(i), 1});
+      return ruled;
+    }
   }
+  if (!info.composite) return e;
   try {
-    torch::jit::Stack stack;
-    stack.reserve(args.size());
-    for (const auto& v : args) stack.push_back(to_meta(v));
-    std::vector<std::pair<int, at::Tensor>> writes;
-    for (int i : info.writes)
-      if (stack[static_cast<size_t>(i)].isTensor()) writes.emplace_back(i, stack[static_cast<size_t>(i)].toTensor());
-    {
-      at::AutoDispatchBelowADInplaceOrView below;
-      info.handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-    }
-    e->ask = !read_results(info, *e, stack);
-    for (auto& [i, after] : writes) {
-      const auto& before = args[static_cast<size_t>(i)].toTensor();
-      if (!same(before.sizes(), after.sizes()) || !same(before.strides(), after.strides()))
-        e->rewrites.push_back({i, Dims(after.sizes().begin(), after.sizes().end()),
-                               Dims(after.strides().begin(), after.strides().end())});
-    }
-  } catch (const std::exception&) {  // no meta, or a wrong call: the worker knows which (and says so in eager's words)
-    *e = Entry{};
-    e->ask = true;
+    torch::jit::Stack stack(args.begin(), args.end());
+    Inferring inferring;
+    at::AutoDispatchBelowADInplaceOrView below;
+    info.handle.redispatchBoxed(c10::DispatchKeySet(kComposite), &stack);
+    auto found = std::make_shared<Entry>();
+    if (read_results(info, *found, stack)) return found;
+  } catch (const Uninferable& u) {
+    e->dynamic = u.dynamic;
+  } catch (const std::exception&) {  // a wrong call, most likely: the worker raises it in eager's words
   }
   return e;
 }
@@ -183,19 +162,22 @@ const Entry* find_geometry(const OpInfo& info, const Buffer& key) {
 
 const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args) {
   auto start = std::chrono::steady_clock::now();
-  auto entry = run_meta(info, args);
+  auto entry = answer(info, args);
   auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
   auto& c = cache();
   std::lock_guard lock(c.mu);
   ++c.stats.misses;
   c.stats.asks += entry->ask;
   c.stats.miss_ns += static_cast<uint64_t>(ns);
-  if (c.young.size() >= kCacheEntries) {
-    c.old.swap(c.young);
-    c.young.clear();
-  }
-  c.young.emplace(std::string(reinterpret_cast<const char*>(key.data()), key.size()), entry);
+  insert(c, key, entry);
   return remember(last_of(info), key, std::move(entry));
+}
+
+void learn_geometry(const OpInfo& info, const Buffer& key, EntryPtr entry) {
+  auto& c = cache();
+  std::lock_guard lock(c.mu);
+  insert(c, key, entry);
+  remember(last_of(info), key, std::move(entry));
 }
 
 GeometryStats geometry_stats() {

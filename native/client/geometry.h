@@ -1,11 +1,19 @@
-// What an operator's results will look like, without running it: the geometry cache and meta inference.
+// What an operator's results will look like, without running it: the geometry cache, and how a miss is answered.
 //
-// A miss runs the operator on meta tensors of the same geometry through PyTorch's dispatcher (many metas are Python and
-// cost up to a millisecond, hence the cache). Where the meta is missing or raises, the worker is asked: it knows, and if
-// the call is wrong it answers with PyTorch's own error.
+// Exact strides matter: eager's kernels choose by them, so a wrong guess gives other bits. PyTorch's meta kernels are not
+// used, for two reasons that were measured: most are Python (up to milliseconds a call), and their strides differ from the
+// CPU's for convolutions, norms and size-1 dimensions. A miss is answered by, in this order:
+//
+//   1. a rule (rules.cpp), for the few frequent operators that have no structured kernel;
+//   2. the operator's own composite kernel. A structured operator's composite ("explicit, non-functional") computes its
+//      results' geometry in C++, allocates them, and calls the out= operator. We run that kernel on the client's tensors
+//      in inference mode (Inferring): allocations make lazy storages and out= operators do nothing. It is the code the
+//      CPU kernel shares, so the strides are eager's. Explicit composites fall apart into such operators;
+//   3. the worker (ASK): it runs the operator and tells. Wrong calls end here too and raise eager's own exception.
 //
 // GEO-1  A cached answer depends on nothing but the key (encode.h).
-// GEO-2  The cache holds at most kCacheEntries; when full the older half goes (two generations).
+// GEO-2  The cache holds at most 2 * kCacheEntries; when full the older half goes.
+// GEO-3  What depends on the data is never cached: it is asked every time.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -37,16 +45,41 @@ struct Rewrite {
 
 struct Entry {
   bool ask = false;
+  bool dynamic = false;  // with `ask`: depends on the data (GEO-3)
   c10::SmallVector<OutSpec, 1> outs;
   c10::SmallVector<ReturnSpec, 1> returns;
   std::vector<Rewrite> rewrites;
 };
 using EntryPtr = std::shared_ptr<const Entry>;
 
+// While it lives, operators on this thread only infer: nothing is sent, results are lazy.
+class Inferring {
+ public:
+  Inferring() : before_(active_) { active_ = true; }
+  ~Inferring() { active_ = before_; }
+  static bool active() { return active_; }
+
+ private:
+  bool before_;
+  static thread_local bool active_;
+};
+
+// Thrown inside Inferring when an operator's results cannot be told here.
+struct Uninferable : std::runtime_error {
+  explicit Uninferable(bool dynamic_) : std::runtime_error("dtorch: only the worker can tell"), dynamic(dynamic_) {}
+  bool dynamic;
+};
+
 // The cached entry for a key, or null.
 const Entry* find_geometry(const OpInfo& info, const Buffer& key);
-// Runs meta inference on boxed arguments and remembers the answer.
+// Answers a miss from rule or composite kernel and remembers it; an entry with `ask` when neither can.
 const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args);
+// Remembers what the worker told.
+void learn_geometry(const OpInfo& info, const Buffer& key, EntryPtr entry);
+
+// Rule for an operator (rules.cpp): appends its results' specs, in order; false when it does not apply.
+using Rule = bool (*)(at::ArrayRef<c10::IValue> args, Entry& e);
+Rule find_rule(const std::string& name, const std::string& overload);
 
 struct GeometryStats {
   uint64_t misses = 0, asks = 0, miss_ns = 0, entries = 0;

@@ -97,6 +97,12 @@ struct Hot<Op, R(A...)> {
 
   static R call(A... args) {
     const auto& op = info();
+    if (__builtin_expect(Inferring::active(), 0)) {
+      auto stack = box(args...);
+      issue_boxed(op, &stack);
+      if constexpr (std::is_same_v<R, at::Tensor&>) return first_argument(args...);
+      else return c10::impl::PopResult<R>::call(stack);
+    }
     ensure_running();
     Issuing issuing;
     ScratchLease s(op);
@@ -105,7 +111,7 @@ struct Hot<Op, R(A...)> {
     if (s->worker < 0) s->worker = worker_of(std::nullopt);
     const Entry* entry = find_geometry(op, s->key);
     if (__builtin_expect(!entry, 0)) {
-      auto stack = box(args...);
+      const auto stack = box(args...);
       entry = infer_geometry(op, s->key, stack);
     }
     if constexpr (std::is_same_v<R, at::Tensor&>) {  // in place: the first argument comes back

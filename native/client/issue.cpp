@@ -104,8 +104,57 @@ c10::IValue read_value(mp::Reader& in) {
   }
 }
 
+// Keeps what the worker told, so that the next call with this key need not ask.
+void learn(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, const std::vector<c10::IValue>& results) {
+  auto e = std::make_shared<Entry>();
+  auto add = [&](const at::Tensor& t) { e->outs.push_back(make_spec(t.scalar_type(), t.sizes(), t.strides())); };
+  for (size_t i = 0; i < results.size(); ++i) {
+    const auto& r = info.returns[i];
+    int first = static_cast<int>(e->outs.size());
+    if (r.kind == OpInfo::Result::Alias) {
+      e->returns.push_back({ReturnSpec::Kind::Alias, r.arg, 1});
+    } else if (r.kind == OpInfo::Result::List) {
+      auto list = results[i].toTensorVector();
+      for (auto& t : list) add(t);
+      e->returns.push_back({ReturnSpec::Kind::List, first, static_cast<int>(list.size())});
+    } else if (r.kind == OpInfo::Result::Tensor && results[i].isTensor() && results[i].toTensor().defined()) {
+      add(results[i].toTensor());
+      e->returns.push_back({ReturnSpec::Kind::New, first, 1});
+    } else if (r.kind == OpInfo::Result::Tensor) {
+      e->returns.push_back({ReturnSpec::Kind::None, 0, 0});
+    } else {
+      return;  // a plain value: known only by asking
+    }
+  }
+  for (int i : info.writes) {
+    const auto& v = args[static_cast<size_t>(i)];
+    if (!v.isTensor() || !v.toTensor().defined()) continue;
+    const auto& t = v.toTensor();
+    e->rewrites.push_back({i, Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end())});
+  }
+  learn_geometry(info, key, std::move(e));
+}
+
+// An entry's results in the schema's order.
+std::vector<c10::IValue> results_of(const Entry& entry, c10::SmallVectorImpl<at::Tensor>& outs,
+                                    at::ArrayRef<c10::IValue> args) {
+  std::vector<c10::IValue> results;
+  for (const auto& r : entry.returns) {
+    auto at = static_cast<size_t>(r.index);
+    switch (r.kind) {
+      case ReturnSpec::Kind::New: results.emplace_back(std::move(outs[at])); break;
+      case ReturnSpec::Kind::Alias: results.push_back(args[at]); break;
+      case ReturnSpec::Kind::None: results.emplace_back(at::Tensor()); break;
+      case ReturnSpec::Kind::List:
+        results.emplace_back(std::vector<at::Tensor>(outs.begin() + r.index, outs.begin() + r.index + r.count));
+        break;
+    }
+  }
+  return results;
+}
+
 // Sends the operator as a question and waits for what came of it.
-void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args) {
+void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args, bool dynamic) {
   auto& session = Session::get();
   uint32_t site = sites::current();
   auto request = session.new_request(s.worker, site);
@@ -172,6 +221,36 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
     if (!(t.sizes() == c10::IntArrayRef(r.sizes) && t.strides() == c10::IntArrayRef(r.strides)))
       rewrite(t, r, is_first(t.unsafeGetTensorImpl(), ctx_of(t)));
   }
+  if (!dynamic) learn(info, s.key, args, results);
+  torch::jit::drop(*stack, info.n_args);
+  for (auto& r : results) stack->push_back(std::move(r));
+}
+
+// While inferring: results without records. In-place and out= operators have nothing to tell.
+void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args) {
+  if (info.asks) throw Uninferable(true);
+  bool makes = false;
+  for (const auto& r : info.returns) makes = makes || r.kind != OpInfo::Result::Alias;
+  std::vector<c10::IValue> results;
+  if (makes) {
+    ScratchLease s(info);
+    Encoder encode(*s, info);
+    for (size_t i = 0; i < info.n_args; ++i) encode.ivalue(args[i], i);
+    if (s->worker < 0) s->worker = worker_of(std::nullopt);
+    const Entry* entry = find_geometry(info, s->key);
+    if (!entry) entry = infer_geometry(info, s->key, args);
+    if (entry->ask) throw Uninferable(entry->dynamic);
+    c10::SmallVector<at::Tensor, 4> outs;
+    for (const auto& spec : entry->outs) outs.push_back(make_out(s->worker, spec));
+    results = results_of(*entry, outs, args);
+  } else {
+    // An empty out= is one that the operator is expected to resize, to sizes that are not known here.
+    for (int i : info.writes)
+      if (info.handle.schema().arguments()[static_cast<size_t>(i)].kwarg_only() && args[static_cast<size_t>(i)].isTensor() &&
+          args[static_cast<size_t>(i)].toTensor().numel() == 0)
+        throw Uninferable(false);
+    for (const auto& r : info.returns) results.push_back(args[static_cast<size_t>(r.arg)]);
+  }
   torch::jit::drop(*stack, info.n_args);
   for (auto& r : results) stack->push_back(std::move(r));
 }
@@ -223,6 +302,7 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
   Issuing issuing;
   if (info.uploads_cpu_indices) upload_indices(stack, info.n_args);
   auto args = torch::jit::last(*stack, info.n_args);
+  if (__builtin_expect(Inferring::active(), 0)) return infer_only(info, stack, args);
   ScratchLease s(info);
   Encoder encode(*s, info);
   for (size_t i = 0; i < info.n_args; ++i) encode.ivalue(args[i], i);
@@ -235,7 +315,7 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
     if (!entry) entry = infer_geometry(info, s->key, args);
     if (entry->ask) {
       check_refs(*s);
-      return ask(info, *s, stack, args);
+      return ask(info, *s, stack, args, entry->dynamic);
     }
   }
   c10::SmallVector<at::Tensor, 4> outs;
@@ -243,21 +323,11 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
   emit(info, *s, *entry, outs);
   for (const auto& r : entry->rewrites) {
     const auto& t = args[static_cast<size_t>(r.arg)].toTensor();
+    if (t.sizes() == c10::IntArrayRef(r.sizes) && t.strides() == c10::IntArrayRef(r.strides)) continue;
     rewrite(t, r, is_first(t.unsafeGetTensorImpl(), ctx_of(t)));
   }
 
-  c10::SmallVector<c10::IValue, 4> results;
-  for (const auto& r : entry->returns) {
-    auto at = static_cast<size_t>(r.index);
-    switch (r.kind) {
-      case ReturnSpec::Kind::New: results.emplace_back(std::move(outs[at])); break;
-      case ReturnSpec::Kind::Alias: results.push_back(args[at]); break;
-      case ReturnSpec::Kind::None: results.emplace_back(at::Tensor()); break;
-      case ReturnSpec::Kind::List:
-        results.emplace_back(std::vector<at::Tensor>(outs.begin() + r.index, outs.begin() + r.index + r.count));
-        break;
-    }
-  }
+  auto results = results_of(*entry, outs, args);
   torch::jit::drop(*stack, info.n_args);
   for (auto& r : results) stack->push_back(std::move(r));
 }

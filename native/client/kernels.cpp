@@ -132,16 +132,19 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
 // --- values ----------------------------------------------------------------------------------------------------------
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool) {
+  if (Inferring::active()) return dst;
   dtorch::copy(self, dst);
   return dst;
 }
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
+  if (Inferring::active()) return dst;
   dst.resize_(self.sizes());
   dtorch::copy(self, dst);
   return dst;
 }
 
 c10::Scalar item(const at::Tensor& self) {
+  if (Inferring::active()) throw Uninferable(true);
   return fetch_now(self).item();
 }
 

@@ -1,6 +1,8 @@
 // See operator.h.
 #include "client/operator.h"
 
+#include "client/geometry.h"
+
 #include <c10/util/flat_hash_map.h>
 
 #include <deque>
@@ -63,6 +65,14 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
     }
     returns.push_back(r);
   }
+  // With a CPU kernel beside an explicit composite one, the CPU's results may be laid out otherwise.
+  bool structured = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+  bool explicit_only = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
+                       !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  composite = structured || explicit_only;
+  rule = find_rule(name, overload);
+  // The lengths in the data decide the size of a result, and no tag says so.
+  asks = asks || name == "aten::_ctc_loss";
   infers = has_new || !returns.empty();  // without results (_foreach_add_, _fused_adamw_) there is nothing to predict
 }
 

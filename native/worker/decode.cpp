@@ -151,11 +151,9 @@ c10::IValue Decoder::ivalue(const c10::Type& type) {
     case c10::TypeKind::TensorType: return tensor();
     case c10::TypeKind::IntType:
     case c10::TypeKind::SymIntType:
-      if (in_.kind() == mp::Kind::Ext) {  // a Device or the like where the real type hides behind int
-        in_.skip();
-        return {};
-      }
-      return in_.integer();
+    case c10::TypeKind::ScalarTypeType:
+    case c10::TypeKind::LayoutType:
+    case c10::TypeKind::MemoryFormatType: return in_.integer();
     case c10::TypeKind::FloatType: return in_.real();
     case c10::TypeKind::BoolType: return in_.boolean();
     case c10::TypeKind::NumberType: return scalar();

@@ -21,8 +21,11 @@ constexpr size_t kAlign = 64;  // as c10's own CPU allocator; also the size of t
 
 MemoryStats stats;
 
-void freed(void* base) {
-  if (!base) return;
+// The block's size stands in a header right before the data, so that the data pointer alone is enough to free it:
+// oneDNN allocates raw pointers through this interface.
+void freed(void* data) {
+  if (!data) return;
+  void* base = static_cast<char*>(data) - kAlign;
   size_t n;
   std::memcpy(&n, base, sizeof n);
   __atomic_fetch_sub(&stats.allocated, static_cast<int64_t>(n), __ATOMIC_RELAXED);
@@ -43,9 +46,10 @@ struct Allocator final : c10::Allocator {
     if (now > stats.peak) stats.peak = now;
     __atomic_fetch_add(&stats.live, 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&stats.allocations, 1, __ATOMIC_RELAXED);
-    return {static_cast<char*>(base) + kAlign, base, &freed, c10::Device(c10::DeviceType::CPU)};
+    void* data = static_cast<char*>(base) + kAlign;
+    return {data, data, &freed, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is not the data
+  c10::DeleterFnPtr raw_deleter() const override { return &freed; }
   void copy_data(void* dst, const void* src, size_t n) const override { std::memcpy(dst, src, n); }
 };
 
