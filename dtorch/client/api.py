@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from dtorch import _buildcheck
 
@@ -18,7 +19,7 @@ _buildcheck.check()
 from dtorch import _client  # noqa: E402 (only after the check: a build for another torch must not be loaded)
 
 _client.register(os.path.dirname(torch.__file__) + "/", os.path.dirname(os.path.dirname(__file__)) + "/")
-torch.utils.rename_privateuse1_backend("dtorch")
+backend_registration.rename_privateuse1_backend("dtorch")
 
 from dtorch.client import device_module, factories, values  # noqa: E402
 from dtorch.client.device_module import (  # noqa: E402
@@ -49,8 +50,8 @@ from dtorch.errors import (  # noqa: E402
     WorkerDied,
 )
 
-torch._register_device_module("dtorch", device_module)
-torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+torch._register_device_module("dtorch", device_module)  # type: ignore[no-untyped-call]
+backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
 values.install()
 
 for _name in factories.NAMES:
@@ -96,8 +97,8 @@ __all__ = [
     "shutdown",
     "synchronize",
     "worker_stats",
-    *factories.NAMES,
 ]
+__all__ += list(factories.NAMES)
 
 
 def fallback(name: str) -> Any:

@@ -15,11 +15,12 @@ import torch
 
 from dtorch import _client
 from dtorch.client import lifecycle
-from dtorch.client.lifecycle import device_count as device_count
-from dtorch.client.lifecycle import init as init
-from dtorch.client.lifecycle import is_initialized as is_initialized
 
 Device = torch.device | str | int | None
+
+device_count = lifecycle.device_count
+init = lifecycle.init
+is_initialized = lifecycle.is_initialized
 
 
 def _index(device: Device) -> int:
@@ -59,7 +60,7 @@ def _device(index: Device) -> Iterator[None]:
         _client.set_device(before)
 
 
-class device(contextlib.ContextDecorator):  # noqa: N801 (the name torch.cuda has)
+class device(contextlib.ContextDecorator):
     """``with dtorch.device(i):`` makes worker i the current device inside (as torch.cuda.device)."""
 
     def __init__(self, index: Device) -> None:
@@ -132,7 +133,8 @@ def worker_stats(device: Device = None) -> dict[str, int]:
     """Counters of a worker, in bytes and numbers of things, at this point of the program. Waits for the worker.
 
     ``allocated``, ``peak``: bytes that tensors and operators' workspace hold now, and at most since the last reset;
-    ``storages``: storages held; ``executed``, ``received``: records; ``blocks``, ``allocations``: blocks held, ever made.
+    ``storages``: storages held; ``executed``, ``received``: records; ``blocks``, ``allocations``: blocks held, ever
+    made; ``exported``: segments that a reader has not mapped yet.
     """
     lifecycle.running()
     return dict(_stats(device, "memory"))

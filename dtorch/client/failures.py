@@ -6,7 +6,6 @@ Native code calls these functions, by name, when an operator or a wait has to ra
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -33,10 +32,9 @@ def at_call(frame: bytes) -> Exception:
     kind, type_name, message = error[:3]
     if kind != "op":
         return _from_error(error)
-    exceptions: dict[str, Callable[[str], Exception]] = {"LinAlgError": torch.linalg.LinAlgError}
-    cls = exceptions.get(type_name) or getattr(builtins, type_name, RuntimeError)
-    made: Exception = cls(message)
-    return made
+    known: type[Exception] = getattr(builtins, type_name, RuntimeError)
+    linalg: type[Exception] = torch._C.__dict__["_LinAlgError"]  # public as torch.linalg.LinAlgError, but not to mypy
+    return linalg(message) if type_name == "LinAlgError" else known(message)
 
 
 def worker_died(worker: int, why: str) -> Exception:

@@ -57,9 +57,9 @@ def init(workers: int = 1, device: str = "auto", threads_per_worker: int | None 
                 return
             assert _arguments is not None
             raise EngineError(
-                f"an engine with workers={_arguments[0]}, device={_arguments[1]!r}, threads_per_worker={_arguments[2]} is "
-                f"running, and init was asked for workers={wanted[0]}, device={wanted[1]!r}, "
-                f"threads_per_worker={wanted[2]}; call dtorch.shutdown() first"
+                f"an engine with workers={_arguments[0]}, device={_arguments[1]!r}, "
+                f"threads_per_worker={_arguments[2]} is running, and init was asked for workers={wanted[0]}, "
+                f"device={wanted[1]!r}, threads_per_worker={wanted[2]}; call dtorch.shutdown() first"
             )
         if current is not None:
             engine.shutdown()
