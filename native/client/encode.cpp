@@ -19,7 +19,9 @@ struct Pool {
 };
 Pool& pool() {
   static thread_local Pool p;
-  return p;
+  DTORCH_TLS Pool* found = nullptr;
+  if (__builtin_expect(!found, 0)) found = &p;
+  return *found;
 }
 
 }  // namespace

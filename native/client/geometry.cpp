@@ -54,7 +54,10 @@ struct Last {
   EntryPtr entry;
 };
 Last& last_of(const OpInfo& info) {
-  static thread_local std::vector<Last> slots;
+  static thread_local std::vector<Last> own;
+  DTORCH_TLS std::vector<Last>* found = nullptr;
+  if (__builtin_expect(!found, 0)) found = &own;
+  auto& slots = *found;
   if (info.number >= slots.size()) slots.resize(info.number + 64);
   return slots[info.number];
 }

@@ -61,7 +61,7 @@ class Inferring {
 
  private:
   bool before_;
-  static thread_local bool active_;
+  static thread_local __attribute__((tls_model("initial-exec"))) bool active_;
 };
 
 // Thrown inside Inferring when an operator's results cannot be told here.

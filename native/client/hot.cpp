@@ -104,13 +104,13 @@ struct Hot<Op, R(A...)> {
       else return c10::impl::PopResult<R>::call(stack);
     }
     ensure_running();
-    Issuing issuing;
     ScratchLease s(op);
     Encoder encode(*s, op);
     (encode.arg(args), ...);
     if (s->worker < 0) s->worker = worker_of(std::nullopt);
     const Entry* entry = find_geometry(op, s->key);
     if (__builtin_expect(!entry, 0)) {
+      Issuing issuing;
       const auto stack = box(args...);
       entry = infer_geometry(op, s->key, stack);
     }

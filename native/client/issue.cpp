@@ -299,7 +299,6 @@ void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::T
 
 void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
   ensure_running();
-  Issuing issuing;
   if (info.uploads_cpu_indices) upload_indices(stack, info.n_args);
   auto args = torch::jit::last(*stack, info.n_args);
   if (__builtin_expect(Inferring::active(), 0)) return infer_only(info, stack, args);
@@ -312,7 +311,10 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
   const Entry* entry = &nothing;
   if (info.infers || info.asks) {
     entry = find_geometry(info, s->key);
-    if (!entry) entry = infer_geometry(info, s->key, args);
+    if (!entry) {
+      Issuing issuing;
+      entry = infer_geometry(info, s->key, args);
+    }
     if (entry->ask) {
       check_refs(*s);
       return ask(info, *s, stack, args, entry->dynamic);

@@ -20,7 +20,9 @@ namespace dtorch {
 
 namespace {
 
-constexpr size_t kFlushBytes = 16 * 1024;
+// A full buffer is sent. Small batches start the workers early; while they have plenty to do, large ones cost the
+// controller less per record.
+constexpr size_t kFlushBytes = 16 * 1024, kFlushBytesBusy = 64 * 1024, kPlenty = 128 * 1024;
 constexpr int kMaxQuietChecks = 100;  // a preempted client is given this many flush intervals before we send anyway
 
 // One eventfd per thread that ever waited.
@@ -80,6 +82,9 @@ void Session::attach(const SessionConfig& config) {
   std::lock_guard lock(mu_);
   config_ = config;
   owner_ = getpid();
+  forked_ = false;
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { Session::get().forked_ = true; });
+  (void)registered;
   state_.clear();
   state_.resize(static_cast<size_t>(config.workers));
   buf_.clear();
@@ -96,7 +101,7 @@ void Session::attach(const SessionConfig& config) {
 }
 
 void Session::detach(const std::string& why) {
-  if (owner_ != getpid()) return;  // a forked child: the parent's session is not ours to end
+  if (forked_) return;  // a forked child: the parent's session is not ours to end
   std::thread joiner;
   {
     std::lock_guard lock(mu_);
@@ -133,7 +138,8 @@ void Session::after_record() {
   ++changes_;
   issuer_tid_ = thread_id();
   issuer_clock_ = thread_clock();
-  if (buf_.size() >= kFlushBytes) {
+  size_t full = inflight_.load(std::memory_order_relaxed) > kPlenty ? kFlushBytesBusy : kFlushBytes;
+  if (buf_.size() >= full) {
     flush_locked();
   } else if (flusher_idle_) {
     flusher_idle_ = false;
@@ -165,7 +171,7 @@ void Session::flush() {
 }
 
 void Session::release(uint64_t storage, int worker, uint64_t last_seq, uint32_t generation) {
-  if (!active() || generation != generation_.load(std::memory_order_acquire) || owner_ != getpid()) return;
+  if (!active() || generation != generation_.load(std::memory_order_acquire) || forked_) return;
   std::lock_guard lock(mu_);
   if (!active_.load() || generation != generation_.load()) return;
   buf_.push(0x94);

@@ -35,6 +35,14 @@ namespace dtorch {
 
 struct StorageCtx;
 
+// Thread-local variables of the hot path: at a fixed offset, without a call to find them. They must be small and plain.
+#define DTORCH_TLS static thread_local __attribute__((tls_model("initial-exec")))
+
+struct IdBlock {
+  uint64_t next = 0, end = 0;
+};
+constexpr uint64_t kIdBlock = 256;
+
 // A question to a worker and, once it came, the answer. Shared by the asker and the reply thread.
 struct Request {
   enum class State : uint8_t { Pending, Done, Failed };
@@ -83,7 +91,7 @@ class Session {
 
   void attach(const SessionConfig& config);
   void detach(const std::string& why);
-  bool active() const { return active_.load(std::memory_order_acquire); }
+  bool active() const { return active_.load(std::memory_order_acquire) && !forked_; }
   int workers() const { return config_.workers; }
   uint32_t generation() const { return generation_.load(std::memory_order_acquire); }
   pid_t owner() const { return owner_; }
@@ -131,7 +139,15 @@ class Session {
   }
   void add_upload(Writer& w, int worker, uint64_t seq, const Mapping& map);
 
-  uint64_t new_storage_id() { return next_storage_.fetch_add(1, std::memory_order_relaxed); }
+  // Ids come in blocks per thread: an atomic operation a tensor would show.
+  uint64_t new_storage_id() {
+    DTORCH_TLS IdBlock block;
+    if (__builtin_expect(block.next == block.end, 0)) {
+      block.next = next_storage_.fetch_add(kIdBlock, std::memory_order_relaxed);
+      block.end = block.next + kIdBlock;
+    }
+    return block.next++;
+  }
   uint64_t new_storage_ids(uint64_t n) { return next_storage_.fetch_add(n, std::memory_order_relaxed); }
   uint64_t new_transfer() { return next_transfer_.fetch_add(1, std::memory_order_relaxed); }
 
@@ -159,7 +175,7 @@ class Session {
   Counters counters();
   std::vector<std::pair<uint64_t, uint64_t>> progress();  // per worker: issued, executed
 
-  // Threads inside an operator call right now: the client is not quiet while there are some.
+  // Threads inside a slow operator call right now: the client is not quiet while there are some.
   std::atomic<int> issuing{0};
 
  private:
@@ -173,6 +189,7 @@ class Session {
 
   SessionConfig config_;
   pid_t owner_ = 0;
+  bool forked_ = false;  // this process is a child of the owner: it has no session
   std::atomic<bool> active_{false};
   std::atomic<uint32_t> generation_{0};
   std::string ended_;  // why the last session ended; guarded by mu_
@@ -197,7 +214,7 @@ class Session {
   std::atomic<uint64_t> next_storage_{1}, next_request_{1}, next_transfer_{1};
 };
 
-// RAII: one thread is inside an operator call.
+// RAII: one thread is inside an operator call that takes its time (a geometry miss).
 struct Issuing {
   Issuing() { Session::get().issuing.fetch_add(1, std::memory_order_relaxed); }
   ~Issuing() { Session::get().issuing.fetch_sub(1, std::memory_order_relaxed); }

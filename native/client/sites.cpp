@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <array>
+#include <memory>
 #include <deque>
 #include <mutex>
 #include <string>
@@ -72,8 +73,10 @@ struct Cache {
   std::array<Hash, 256> hashes{};
 };
 Cache& cache() {
-  static thread_local Cache c;
-  return c;
+  static thread_local auto own = std::make_unique<Cache>();
+  static thread_local __attribute__((tls_model("initial-exec"))) Cache* found = nullptr;
+  if (__builtin_expect(!found, 0)) found = own.get();
+  return *found;
 }
 
 uint64_t mix(uint64_t h, uint64_t v) {

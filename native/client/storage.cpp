@@ -6,6 +6,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <atomic>
+#include <utility>
 
 #include "client/python_error.h"
 
@@ -14,7 +15,19 @@ namespace dtorch {
 namespace {
 
 std::atomic<uint64_t> next_address{uint64_t{1} << 47};  // above every real user-space address (STO-1)
-thread_local int current = 0;
+DTORCH_TLS int current = 0;
+
+// Addresses come in blocks per thread, as ids do.
+uint64_t new_address(uint64_t span) {
+  constexpr uint64_t kBlock = uint64_t{1} << 30;
+  DTORCH_TLS uint64_t next = 0, end = 0;
+  if (span > kBlock / 16) return next_address.fetch_add(span, std::memory_order_relaxed);
+  if (end - next < span) {
+    next = next_address.fetch_add(kBlock, std::memory_order_relaxed);
+    end = next + kBlock;
+  }
+  return std::exchange(next, next + span);
+}
 
 void release_storage(void* p) {
   auto* ctx = static_cast<StorageCtx*>(p);
@@ -24,7 +37,7 @@ void release_storage(void* p) {
 
 c10::DataPtr make_data(StorageCtx* ctx, size_t nbytes, int worker) {
   uint64_t span = (nbytes + 511) / 512 * 512 + 512;
-  auto address = next_address.fetch_add(span, std::memory_order_relaxed);
+  auto address = new_address(span);
   return {reinterpret_cast<void*>(address), ctx, &release_storage,
           c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker))};
 }

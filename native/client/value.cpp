@@ -123,7 +123,6 @@ RequestPtr fetch(const at::Tensor& t) {
   auto& session = Session::get();
   auto* ctx = ctx_of(t);
   check_alive(ctx);
-  Issuing issuing;
   uint32_t site = sites::current();
   session.admit(ctx->worker);
   auto r = session.new_request(ctx->worker, site);

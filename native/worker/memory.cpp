@@ -23,6 +23,25 @@ MemoryStats stats;
 
 // The block's size stands in a header right before the data, so that the data pointer alone is enough to free it:
 // oneDNN allocates raw pointers through this interface.
+// Small blocks are kept per thread, by size: a scalar's result should not cost a search of the heap.
+constexpr size_t kSmall = 2048, kKept = 64;
+struct Bin {
+  void* blocks[kKept];
+  size_t count = 0;
+};
+struct Bins {
+  Bin bins[kSmall / kAlign + 1];
+  ~Bins() {
+    for (auto& b : bins)
+      while (b.count) std::free(b.blocks[--b.count]);
+  }
+};
+Bins& bins() {
+  static thread_local Bins b;
+  return b;
+}
+size_t rounded(size_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
+
 void freed(void* data) {
   if (!data) return;
   void* base = static_cast<char*>(data) - kAlign;
@@ -30,6 +49,13 @@ void freed(void* data) {
   std::memcpy(&n, base, sizeof n);
   __atomic_fetch_sub(&stats.allocated, static_cast<int64_t>(n), __ATOMIC_RELAXED);
   __atomic_fetch_sub(&stats.live, 1, __ATOMIC_RELAXED);
+  if (n <= kSmall) {
+    auto& bin = bins().bins[rounded(n) / kAlign];
+    if (bin.count < kKept) {
+      bin.blocks[bin.count++] = base;
+      return;
+    }
+  }
   std::free(base);
 }
 
@@ -38,7 +64,9 @@ struct Allocator final : c10::Allocator {
     if (n == 0) return {nullptr, nullptr, &freed, c10::Device(c10::DeviceType::CPU)};
     static const size_t machine = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
     void* base = nullptr;
-    if (n > machine || posix_memalign(&base, kAlign, n + kAlign) != 0)
+    Bin* bin = n <= kSmall ? &bins().bins[rounded(n) / kAlign] : nullptr;
+    if (bin && bin->count) base = bin->blocks[--bin->count];
+    else if (n > machine || posix_memalign(&base, kAlign, rounded(n) + kAlign) != 0)
       TORCH_CHECK_WITH(OutOfMemoryError, false, "tried to allocate ", n, " bytes on a CPU worker of a machine with ", machine,
                        " bytes; ", stats.allocated, " bytes are allocated");
     std::memcpy(base, &n, sizeof n);
