@@ -4,5 +4,8 @@
 namespace dtorch {
 void register_device();   // device.cpp: guard, hooks, allocator, generators
 void register_kernels();  // kernels.cpp: hand-written kernels, forced boxed ones, the fallback
-void register_hot_kernels();  // hot.cpp: unboxed ones
+void register_hot_kernels();    // hot.cpp: unboxed ones
+void register_whole_kernels();  // whole.cpp: linear and matmul as one record
+void register_cells();          // cells.cpp: LSTM and GRU
+void register_autocast();       // autocast.cpp
 }  // namespace dtorch

@@ -191,6 +191,13 @@ bool forced(const c10::OperatorHandle& op) {
   return takes_tensor;
 }
 
+// Sparse, nested and quantized tensors have dispatch keys of their own.
+void unsupported(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "dtorch: ", op.schema().name(),
+                              " on a sparse, nested or quantized tensor is not supported on the dtorch device. Keep such tensors "
+                              "on the CPU, or make them dense first: .to_dense(), torch.nested.to_padded_tensor, .dequantize()");
+}
+
 torch::Library& keep(torch::Library&& lib) {
   static auto* all = new std::vector<std::unique_ptr<torch::Library>>;
   all->push_back(std::make_unique<torch::Library>(std::move(lib)));
@@ -224,6 +231,9 @@ void register_kernels() {
   m.impl("_fused_sdp_choice", TORCH_FN(sdp_choice));
 
   register_hot_kernels();
+  register_whole_kernels();
+  register_cells();
+  register_autocast();
 
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
@@ -235,6 +245,12 @@ void register_kernels() {
   }
   auto& any = keep(Library(Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__));
   any.fallback(torch::CppFunction::makeFromBoxedFunction<&boxed>());
+
+  for (auto key : {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
+                   c10::DispatchKey::NestedTensorPrivateUse1, c10::DispatchKey::QuantizedPrivateUse1}) {
+    auto& none = keep(Library(Library::IMPL, "_", key, __FILE__, __LINE__));
+    none.fallback(torch::CppFunction::makeFromBoxedFunction<&unsupported>());
+  }
 
   // A conjugate or negative view reaches the copy as it is; materialising it first would copy again, without end.
   for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {

@@ -44,12 +44,49 @@ bool embedding(at::ArrayRef<c10::IValue> args, Entry& e) {
   return true;
 }
 
+// (input, weight, bias) as whole.cpp sends it: contiguous in, contiguous out
+bool linear(at::ArrayRef<c10::IValue> args, Entry& e) {
+  const auto &x = tensor(args[0]), &w = tensor(args[1]);
+  if (x.dim() < 2 || w.dim() != 2 || !x.is_contiguous() || x.size(-1) != w.size(1) || x.scalar_type() != w.scalar_type())
+    return false;
+  if (args[2].isTensor() && tensor(args[2]).defined()) {
+    const auto& b = tensor(args[2]);
+    if (b.dim() != 1 || b.size(0) != w.size(0) || b.scalar_type() != x.scalar_type()) return false;
+  }
+  Dims sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = w.size(0);
+  add(e, x.scalar_type(), sizes, row_major(sizes));
+  return true;
+}
+
+// (a, b), both batches of matrices
+bool matmul(at::ArrayRef<c10::IValue> args, Entry& e) {
+  const auto &a = tensor(args[0]), &b = tensor(args[1]);
+  if (a.dim() < 3 || b.dim() < 3 || a.size(-1) != b.size(-2) || a.scalar_type() != b.scalar_type()) return false;
+  size_t n = static_cast<size_t>(std::max(a.dim(), b.dim()));
+  Dims sizes(n);
+  for (size_t i = 0; i + 2 < n; ++i) {
+    int64_t back = static_cast<int64_t>(n - i);
+    int64_t p = back <= a.dim() ? a.size(-back) : 1, q = back <= b.dim() ? b.size(-back) : 1;
+    if (p != q && p != 1 && q != 1) return false;
+    sizes[i] = p == 1 ? q : p;
+  }
+  sizes[n - 2] = a.size(-2);
+  sizes[n - 1] = b.size(-1);
+  for (int64_t v : sizes)
+    if (v == 0) return false;
+  add(e, a.scalar_type(), sizes, row_major(sizes));
+  return true;
+}
+
 }  // namespace
 
 Rule find_rule(const std::string& name, const std::string& overload) {
   static const std::unordered_map<std::string, Rule> rules{
       {"aten::_scaled_dot_product_flash_attention_for_cpu.", flash_attention},
       {"aten::embedding.", embedding},
+      {"aten::linear.", linear},
+      {"aten::matmul.", matmul},
   };
   auto it = rules.find(name + "." + overload);
   return it == rules.end() ? nullptr : it->second;

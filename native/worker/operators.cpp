@@ -151,7 +151,14 @@ std::string describe_arguments(const Operator& op, mp::Reader in, Store& store) 
   return out.str();
 }
 
+void require_plain(const Operator& op, const at::Tensor& t) {
+  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && t.has_storage() && !t.is_nested() && !t.is_quantized(), "dtorch: ",
+                              op.name, " gives a ", t.toString(), " tensor, and the dtorch device holds dense tensors only. Keep "
+                              "such tensors on the CPU: call .cpu() before this operator");
+}
+
 at::Tensor conform(const Operator& op, at::Tensor t, const Geometry& g) {
+  require_plain(op, t);
   auto* impl = t.unsafeGetTensorImpl();
   if (__builtin_expect(impl->sizes() == c10::IntArrayRef(g.sizes) && impl->strides() == c10::IntArrayRef(g.strides) &&
                            t.scalar_type() == g.dtype && impl->storage_offset() == 0 && !t.is_conj() && !t.is_neg(), 1))

@@ -33,6 +33,9 @@ std::vector<uint64_t> written_storages(const Operator& op, mp::Reader args);
 // "(Tensor[float32, (2, 3)], 1, None)" for error messages, read from the record.
 std::string describe_arguments(const Operator& op, mp::Reader args, Store& store);
 
+// Throws NotImplementedError for a sparse, nested, quantized or opaque result: it has no place in the store.
+void require_plain(const Operator& op, const at::Tensor& made);
+
 // The tensor as the client predicted it: same bytes, its strides; throws when sizes or dtype differ.
 at::Tensor conform(const Operator& op, at::Tensor made, const Geometry& predicted);
 

@@ -201,6 +201,13 @@ void Executor::ask(mp::Reader& in) {
   in = args;
   in.skip();
   uint64_t next = in.uint();
+  if (!cause) {
+    try {
+      for (const auto& t : fresh) require_plain(*op, t);
+    } catch (...) {
+      cause = cause_of("op", op->name, describe_arguments(*op, args, store_), site);
+    }
+  }
   if (cause) return answer_error(request, cause);
 
   Buffer b;

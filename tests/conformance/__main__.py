@@ -32,11 +32,15 @@ def report(results: list[run.Result], out: TextIO) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("--ops", default=".*", metavar="REGEX", help="operators whose whole name matches")
-    parser.add_argument("--samples", type=int, default=2, metavar="N", help="samples an operator, spread over all it has")
+    parser.add_argument(
+        "--samples", type=int, default=2, metavar="N", help="samples an operator, spread over all it has"
+    )
     parser.add_argument("--dtype", default="float32", help="dtype of the samples (default: float32)")
     parser.add_argument("--checks", nargs="*", default=(), choices=list(CHECKS), help="only these (default: all)")
     parser.add_argument("--threads", type=int, default=1, help="threads of an operator, on both sides (default: 1)")
-    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="time for one operator (default: 60)")
+    parser.add_argument(
+        "--limit", type=float, default=60, metavar="SECONDS", help="time for one operator (default: 60)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
     flags = parser.parse_args()
 

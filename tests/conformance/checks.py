@@ -20,6 +20,9 @@ Check = Callable[[OpInfo, SampleInput], Iterator[tuple[str, Action]]]
 
 
 def _call(op: OpInfo, call: Call) -> Any:
+    if op.is_factory_function and "device" not in call.kwargs:  # it makes tensors on the default device
+        with torch.device(call.device):
+            return op(call.input, *call.args, **call.kwargs)
     return op(call.input, *call.args, **call.kwargs)
 
 

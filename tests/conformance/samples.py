@@ -80,7 +80,7 @@ class Call:
 def copy_to(sample: SampleInput, device: str, op: str = "") -> Call:
     """A copy of a sample on a device, with the same strides, offsets, aliases and ``requires_grad``."""
     tensors: dict[int, torch.Tensor] = {}
-    storages: dict[int, torch.Tensor] = {}
+    storages: dict[Any, torch.Tensor] = {}
 
     def place(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in tensors:
@@ -92,21 +92,23 @@ def copy_to(sample: SampleInput, device: str, op: str = "") -> Call:
             return place(value)
         if isinstance(value, torch.device) and value.type == "cpu":
             return torch.device(device)
+        if isinstance(value, str) and value == "cpu":
+            return device
         if isinstance(value, torch.Generator):
             return torch.Generator(device=device).manual_seed(value.initial_seed())
         return value
 
     args = [value if (op, i) in STAYS_ON_CPU else tree_map(leaf, value) for i, value in enumerate(sample.args)]
     kwargs = {key: tree_map(leaf, value) for key, value in sample.kwargs.items()}
-    if isinstance(kwargs.get("device"), str):
-        kwargs["device"] = device
     return Call(device, tree_map(leaf, sample.input), tuple(args), kwargs, sample.output_process_fn_grad)
 
 
-def _copy(t: torch.Tensor, device: str, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+def _copy(t: torch.Tensor, device: str, storages: dict[Any, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         plain = t.detach()
-        if plain.layout != torch.strided:
+        if plain.is_meta:
+            made = plain
+        elif plain.layout != torch.strided:
             made = plain.clone().to(device)
         elif plain.is_conj():
             made = _copy(plain.conj(), device, storages).conj()
@@ -115,7 +117,7 @@ def _copy(t: torch.Tensor, device: str, storages: dict[int, torch.Tensor]) -> to
         elif _owns_its_storage(plain):
             made = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device=device).copy_(plain)
         else:  # a view: copy what it is a view of
-            key = plain.untyped_storage().data_ptr()
+            key = (plain.untyped_storage()._cdata, plain.dtype)
             if key not in storages:
                 whole = torch.empty(0, dtype=plain.dtype).set_(plain.untyped_storage())
                 storages[key] = torch.empty_like(whole, device=device).copy_(whole)
