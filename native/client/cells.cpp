@@ -4,6 +4,7 @@
 #include "client/device.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tanh.h>
 #include <torch/library.h>
