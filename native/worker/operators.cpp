@@ -75,7 +75,7 @@ namespace {
 
 void describe_tensor(std::ostream& out, mp::Reader& in, Store& store) {
   auto print = [&out](at::ScalarType dtype, c10::IntArrayRef sizes) {
-    out << "Tensor[" << c10::toString(dtype) << ", (";
+    out << "Tensor[" << c10::getDtypeNames(dtype).first << ", (";
     for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
     out << (sizes.size() == 1 ? ",)]" : ")]");
   };
