@@ -52,11 +52,11 @@ def main() -> int:
     def tell(result: run.Result) -> None:
         nonlocal count
         count += 1
-        run.settle([result], exclusions, flags.dtype)
         print(f"\r{count}/{len(names)} {result.name:60.60}", end="", file=sys.stderr, flush=True)
 
     results = run.run(
         names,
+        exclusions=exclusions,
         dtype=flags.dtype,
         most=flags.samples,
         limit=flags.limit,

@@ -26,7 +26,7 @@ from dtorch.client import engine
 
 from . import samples
 from .checks import CHECKS
-from .observe import Action, difference, outcome
+from .observe import Action, Strictness, difference, outcome
 
 #: Seconds that the client itself may hang, after its worker was killed, before the process ends with its stacks.
 GRACE = 20
@@ -88,7 +88,7 @@ def words(death: Exception) -> str:
     return " ".join(line for line in str(death).split("\n") if "Warning" not in line)[:400]
 
 
-def compare(op: OpInfo, check: str, sample: SampleInput, action: Action, seed: int) -> str | None:
+def compare(op: OpInfo, sample: SampleInput, action: Action, seed: int, strict: Strictness) -> str | None:
     """Run the action on both sides; what differs, in words."""
     samples.seed_all(seed)
     eager = outcome(action, samples.copy_to(sample, "cpu", op.name))
@@ -101,10 +101,10 @@ def compare(op: OpInfo, check: str, sample: SampleInput, action: Action, seed: i
         ours = outcome(action, call)
         if isinstance(ours.error, dtorch.WorkerDied | dtorch.ControllerDied):
             raise EngineLost
-        if problem := difference(eager, ours, counts_versions=check != "out"):
+        if problem := difference(eager, ours, strict):
             samples.seed_all(seed)
             once_more = outcome(action, samples.copy_to(sample, "cpu", op.name))
-            if difference(eager, once_more):
+            if difference(eager, once_more, strict):
                 return f"eager differs from itself: {problem}"
             return attempt + problem
     return None
@@ -136,8 +136,10 @@ def sparse(sample: SampleInput) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)
 
 
-def run_operator(op: OpInfo, dtype: torch.dtype, most: int, only: set[str], say: Any) -> dict[str, list[str]]:
-    """Failures by check, each check that ran having an entry."""
+def run_operator(
+    op: OpInfo, dtype: torch.dtype, most: int, only: set[str], values: bool, say: Any
+) -> dict[str, list[str]]:
+    """Failures by check, each check that ran having an entry; without ``values`` all but the values are compared."""
     found: dict[str, list[str]] = {}
     for check, case, arguments, action, seed in calls(op, dtype, most):
         if only and check not in only:
@@ -147,16 +149,24 @@ def run_operator(op: OpInfo, dtype: torch.dtype, most: int, only: set[str], say:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
-            problem = compare(op, check, arguments, action, seed)
+            strict = Strictness(values, versions=check != "out")
+            problem = compare(op, arguments, action, seed, strict)
         if problem:
             problems.append(f"{case}: {problem}")
     return found
 
 
 def main(
-    names: list[str], dtype: torch.dtype, most: int, limit: float, threads: int, only: set[str], out: TextIO
+    names: list[str],
+    dtype: torch.dtype,
+    most: int,
+    limit: float,
+    threads: int,
+    only: set[str],
+    without_values: set[str],
+    out: TextIO,
 ) -> None:
-    """Run these operators one after the other."""
+    """Run these operators one after the other; the values of ``without_values`` are not compared."""
     torch.set_num_threads(threads)
     table = samples.operators(dtype)
     alarm = Alarm(limit)
@@ -175,7 +185,7 @@ def main(
         death = None
         with alarm.watching():
             try:
-                found = run_operator(table[name], dtype, most, only, say)
+                found = run_operator(table[name], dtype, most, only, name not in without_values, say)
             except EngineLost:
                 death = "the worker died"
             except Exception as error:  # the check itself, or a sample that cannot be made
@@ -196,4 +206,5 @@ if __name__ == "__main__":
     with os.fdopen(request.pop("results"), "w") as results:
         request["dtype"] = getattr(torch, request["dtype"])
         request["only"] = set(request["only"])
+        request["without_values"] = set(request["without_values"])
         main(**request, out=results)

@@ -72,27 +72,25 @@ def read_exclusions(path: Path = EXCLUSIONS) -> list[Exclusion]:
     return found
 
 
-def settle(results: list[Result], exclusions: list[Exclusion], dtype: str) -> None:
+def settle(result: Result, exclusions: list[Exclusion], dtype: str) -> None:
     """Mark the failures that are excluded, and the exclusions that are needless.
 
-    With few samples an excluded check may pass because the sample at fault was not drawn: only an exclusion whose
-    operator passes every check it covers, with all samples, is needless; the caller decides whether that is known.
+    Exclusions of "values" are not looked at: whether values that are undefined happen to be equal is chance.
     """
-    for result in results:
-        for e in exclusions:
-            checks = ["lost"] if result.lost else list(result.found)
-            for check in checks:
-                if not e.covers(result.name, check, dtype):
-                    continue
-                if check == "lost" or result.found[check]:
-                    result.excluded[check] = e.reason
-                elif "*" not in e.check:
-                    result.needless.append(f"{check} passes, yet is excluded: {e.reason}")
+    for e in exclusions:
+        for check in ["lost"] if result.lost else list(result.found):
+            if not e.covers(result.name, check, dtype) or e.check == "values":
+                continue
+            if check == "lost" or result.found[check]:
+                result.excluded[check] = e.reason
+            elif "*" not in e.check:
+                result.needless.append(f"{check} passes, yet is excluded: {e.reason}")
 
 
 def run(
     names: list[str],
     *,
+    exclusions: list[Exclusion],
     dtype: str = "float32",
     most: int = 2,
     limit: float = 60,
@@ -100,15 +98,23 @@ def run(
     only: tuple[str, ...] = (),
     tell: Callable[[Result], None] = lambda _: None,
 ) -> list[Result]:
-    """Run the checks of these operators; ``tell`` hears each result as it comes.
+    """Run the checks of these operators and settle them; ``tell`` hears each result as it comes.
 
     ``most`` samples an operator, ``limit`` seconds an operator, ``threads`` for eager and the worker alike; ``only``
     names checks (all by default).
     """
     results: list[Result] = []
     left = list(names)
+    request: dict[str, Any] = {"dtype": dtype, "most": most, "limit": limit, "threads": threads, "only": list(only)}
+    request["without_values"] = [n for n in names if any(e.covers(n, "values", dtype) for e in exclusions)]
+
+    def settled(result: Result) -> None:
+        settle(result, exclusions, dtype)
+        results.append(result)
+        tell(result)
+
     while left:
-        done, running, at, status, output = _one_child(left, dtype, most, limit, threads, only, results, tell)
+        done, running, at, status, output = _one_child({**request, "names": left}, settled)
         left = left[done:]
         if not left:
             break
@@ -116,26 +122,14 @@ def run(
         lost = Result(left[0], lost=f"CRASHED the client ({words}) at {at}: {_tail(output)}")
         if not running:
             raise RuntimeError(f"the child ended with {words} before its first operator:\n{output}")
-        results.append(lost)
-        tell(lost)
+        settled(lost)
         left = left[1:]
     return results
 
 
-def _one_child(
-    names: list[str],
-    dtype: str,
-    most: int,
-    limit: float,
-    threads: int,
-    only: tuple[str, ...],
-    results: list[Result],
-    tell: Callable[[Result], None],
-) -> tuple[int, str, str, int, str]:
+def _one_child(request: dict[str, Any], tell: Callable[[Result], None]) -> tuple[int, str, str, int, str]:
     """Operators that were done, the one that was running, at what, the exit status, and what was on stderr."""
     reading, writing = os.pipe()
-    request: dict[str, Any] = {"names": names, "dtype": dtype, "most": most, "limit": limit, "threads": threads}
-    request |= {"only": list(only), "results": writing}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment |= {"DTORCH_QUIET": "1"}
     with tempfile.TemporaryFile("w+") as log:
@@ -151,7 +145,7 @@ def _one_child(
         )
         os.close(writing)
         assert child.stdin is not None
-        child.stdin.write(json.dumps(request) + "\n")
+        child.stdin.write(json.dumps({**request, "results": writing}) + "\n")
         child.stdin.close()
         done, running, at = 0, "", ""
         try:
@@ -165,9 +159,7 @@ def _one_child(
                     else:
                         done += 1
                         running = ""
-                        result = Result(what["end"], what.get("found", {}), what.get("lost", ""))
-                        results.append(result)
-                        tell(result)
+                        tell(Result(what["end"], what.get("found", {}), what.get("lost", "")))
             status = child.wait()
         finally:
             if child.poll() is None:
