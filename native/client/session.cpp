@@ -22,7 +22,10 @@ namespace {
 
 // A full buffer is sent. Small batches start the workers early; while they have plenty to do, large ones cost the
 // controller less per record.
-constexpr size_t kFlushBytes = 16 * 1024, kFlushBytesBusy = 64 * 1024, kPlenty = 128 * 1024;
+constexpr size_t kFlushBytes = 32 * 1024, kFlushBytesBusy = 128 * 1024, kPlenty = 256 * 1024;
+
+// While records keep coming the buffer is sent by filling up, and the flusher looks less often: its waking costs too.
+constexpr long kMaxNapFactor = 4;
 constexpr int kMaxQuietChecks = 100;  // a preempted client is given this many flush intervals before we send anyway
 
 // One eventfd per thread that ever waited.
@@ -196,13 +199,14 @@ void Session::flusher() {
       flusher_idle_ = false;
       continue;
     }
+    long factor = 1;
     for (int check = 0; !flusher_stop_ && !buf_.empty(); ++check) {
       uint64_t before = changes_;
       clockid_t clock = issuer_clock_;
       int tid = issuer_tid_;
       lock.unlock();
       int64_t cpu0 = cpu_ns(clock);
-      timespec nap{0, config_.flush_us * 1000};
+      timespec nap{0, config_.flush_us * 1000 * factor};
       nanosleep(&nap, nullptr);
       int64_t cpu1 = cpu_ns(clock);
       bool ran_on = cpu0 < 0 || cpu1 < 0 || cpu1 - cpu0 >= config_.flush_us * 1000;
@@ -210,6 +214,7 @@ void Session::flusher() {
       lock.lock();
       if (changes_ != before) {
         check = 0;
+        factor = std::min(factor * 2, kMaxNapFactor);
         continue;
       }
       if (quiet || check >= kMaxQuietChecks) {
