@@ -187,7 +187,8 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #:           (a RELEASE with that number as its storage) so that the owner closes it.
 #: error     see dtorch.errors.RemoteError; `shapes` is text; `site` a client-side number for the source line;
 #:           `kind` is "op" (a user's mistake), "memory", "internal" or "peer".
-#: returns   one per result: [storage, geometry] | [[storage, geometry], ...] | scalar.
+#: returns   one per result: [storage, geometry] | [[storage, geometry], ...] | scalar | nil (an argument comes back);
+#:           then one more: per written argument the geometries of its tensors now (out= arguments are resized).
 STRUCT_FIELDS: Final[dict[str, str]] = {
     "geometry": "dtype sizes strides offset flags",
     "view": "storage geometry",

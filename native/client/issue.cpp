@@ -1,6 +1,8 @@
 // See issue.h.
 #include "client/issue.h"
 
+#include <unordered_set>
+
 #include "client/python_error.h"
 #include "client/sites.h"
 
@@ -104,6 +106,20 @@ c10::IValue read_value(mp::Reader& in) {
   }
 }
 
+// Takes the geometry that an operator gave to a tensor it wrote; true when it changed.
+bool follow(mp::Reader& in, int arg, const at::Tensor& t) {
+  size_t fields = in.array();
+  in.skip();
+  Rewrite r{arg, {}, {}};
+  for (size_t k = in.array(); k-- > 0;) r.sizes.push_back(in.integer());
+  for (size_t k = in.array(); k-- > 0;) r.strides.push_back(in.integer());
+  for (size_t k = 3; k < fields; ++k) in.skip();
+  if (!t.defined() || !is_ours(t)) return false;
+  if (t.sizes() == c10::IntArrayRef(r.sizes) && t.strides() == c10::IntArrayRef(r.strides)) return false;
+  rewrite(t, r, is_first(t.unsafeGetTensorImpl(), ctx_of(t)));
+  return true;
+}
+
 // Keeps what the worker told, so that the next call with this key need not ask.
 void learn(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, const std::vector<c10::IValue>& results) {
   auto e = std::make_shared<Entry>();
@@ -205,25 +221,29 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
   }
   // The last element: the geometry of each written argument now (out= arguments that were resized).
   size_t written = in.array();
+  bool list_resized = false;
   for (size_t i = 0; i < written; ++i) {
-    if (in.try_nil()) continue;
     const auto& v = args[static_cast<size_t>(info.writes[i])];
-    size_t fields = in.array();
-    in.skip();
-    Rewrite r{info.writes[i], {}, {}};
-    for (size_t k = in.array(); k-- > 0;) r.sizes.push_back(in.integer());
-    if (fields > 2 && !in.try_nil())
-      for (size_t k = in.array(); k-- > 0;) r.strides.push_back(in.integer());
-    else
-      r.strides = row_major(r.sizes);
-    for (size_t k = 3; k < fields; ++k) in.skip();
-    const auto& t = v.toTensor();
-    if (!(t.sizes() == c10::IntArrayRef(r.sizes) && t.strides() == c10::IntArrayRef(r.strides)))
-      rewrite(t, r, is_first(t.unsafeGetTensorImpl(), ctx_of(t)));
+    std::vector<at::Tensor> tensors;
+    if (v.isTensorList()) tensors = v.toTensorVector();
+    else if (v.isTensor()) tensors.push_back(v.toTensor());
+    for (size_t k = 0, n_tensors = in.array(); k < n_tensors; ++k) {
+      if (in.try_nil()) continue;
+      bool changed = follow(in, info.writes[i], tensors.at(k));
+      list_resized = list_resized || (changed && v.isTensorList());
+    }
   }
-  if (!dynamic) learn(info, s.key, args, results);
+  if (!dynamic && !list_resized) learn(info, s.key, args, results);
   torch::jit::drop(*stack, info.n_args);
   for (auto& r : results) stack->push_back(std::move(r));
+}
+
+// In-place operators that cannot fail by the shapes a composite hands them.
+bool harmless(const std::string& name) {
+  static const std::unordered_set<std::string> names{
+      "aten::fill_",    "aten::zero_",      "aten::copy_",   "aten::masked_fill_", "aten::normal_",      "aten::uniform_",
+      "aten::random_",  "aten::bernoulli_", "aten::cauchy_", "aten::geometric_",   "aten::exponential_", "aten::log_normal_"};
+  return names.count(name) != 0;
 }
 
 // While inferring: results without records. In-place and out= operators have nothing to tell.
@@ -249,6 +269,10 @@ void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::
       if (info.handle.schema().arguments()[static_cast<size_t>(i)].kwarg_only() && args[static_cast<size_t>(i)].isTensor() &&
           args[static_cast<size_t>(i)].toTensor().numel() == 0)
         throw Uninferable(false);
+    // An in-place kernel checks its arguments when it runs; what a composite gives it is checked there, or by the worker.
+    bool in_place = !info.writes.empty() && !info.handle.schema().arguments()[static_cast<size_t>(info.writes[0])].kwarg_only();
+    bool by_scalar = info.name != "aten::masked_fill_" || info.overload == "Scalar";
+    if (in_place && !info.checks_itself && !info.composite && !(harmless(info.name) && by_scalar)) throw Uninferable(false);
     for (const auto& r : info.returns) results.push_back(args[static_cast<size_t>(r.arg)]);
   }
   torch::jit::drop(*stack, info.n_args);

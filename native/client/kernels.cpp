@@ -6,6 +6,7 @@
 // into several records below autograd, where nothing is gained by it.
 #include "client/device.h"
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
@@ -75,6 +76,16 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
   return make_tensor(worker_of(device), checked_dtype(dtype), sizes, strides);
 }
 
+// Elsewhere a tensor without memory that stands for zeros; here real zeros, for a worker cannot hold one without memory.
+at::Tensor zero_tensor(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
+                       std::optional<c10::Device> device, std::optional<bool> pin) {
+  static const OpInfo& zero = op_info("aten::zero_", "");
+  auto t = empty(size, dtype, layout, device, pin, std::nullopt);
+  torch::jit::Stack stack{t};
+  issue_boxed(zero, &stack);  // not t.zero_(): that would count as a change of the tensor
+  return t;
+}
+
 // --- views: metadata of the client's tensor only -----------------------------------------------------------------------
 
 at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -115,6 +126,8 @@ at::Tensor& set_nothing(at::Tensor& self) {
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   auto* impl = self.unsafeGetTensorImpl();
+  bool same_format = !format || *format == c10::MemoryFormat::Preserve;
+  if (same_format && impl->sizes() == sizes) return self;  // as eager: the strides stay
   auto* ctx = ctx_of(self);
   bool whole = is_first(impl, ctx);
   impl->set_sizes_contiguous(sizes);
@@ -131,7 +144,16 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
 
 // --- values ----------------------------------------------------------------------------------------------------------
 
+// Raises what eager's copy_ raises when `self` does not broadcast to `dst`.
+void check_broadcast(const at::Tensor& self, const at::Tensor& dst) {
+  if (self.sizes() == dst.sizes()) return;
+  auto together = at::infer_size(dst.sizes(), self.sizes());
+  TORCH_CHECK(dst.sizes() == c10::IntArrayRef(together), "output with shape ", dst.sizes(),
+              " doesn't match the broadcast shape ", c10::IntArrayRef(together));
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool) {
+  check_broadcast(self, dst);
   if (Inferring::active()) return dst;
   dtorch::copy(self, dst);
   return dst;
@@ -166,7 +188,8 @@ bool stays_composite(const std::string& name) {
   static const std::unordered_set<std::string> names{
       "aten::copy_",          "aten::_unsafe_view", "aten::lift",           "aten::_lazy_clone", "aten::resize_as_",
       "aten::resize",         "aten::resize_as",    "aten::set",            "aten::_print",      "aten::_reshape_copy",
-      "aten::_pack_padded_sequence",                "aten::detach_",        "aten::_assert_async", "aten::record_stream"};
+      "aten::_pack_padded_sequence",                "aten::detach_",        "aten::_assert_async", "aten::record_stream",
+      "aten::unsafe_split",   "aten::unsafe_split_with_sizes"};
   std::string_view n = name;
   auto has = [&](std::string_view p) { return n.find(p) != std::string_view::npos; };
   return names.count(name) || has("sparse") || has("_test_") || has("sym_constrain") || has("_assert") || has("nested") ||
@@ -178,7 +201,10 @@ bool forced(const c10::OperatorHandle& op) {
   if (op.hasTag(at::Tag::inplace_view) || stays_composite(schema.name())) return false;
   bool structured = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
   bool explicit_ = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
-  if (!structured && !explicit_) return false;
+  // Three operators have a CPU kernel beside an implicit composite (silu_backward, ...): eager on the CPU runs the kernel.
+  bool implicit_beside_cpu = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+                             op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  if (!structured && !explicit_ && !implicit_beside_cpu) return false;
   bool takes_tensor = false;
   for (const auto& a : schema.arguments()) {
     auto text = a.type()->str();
@@ -211,6 +237,7 @@ void register_kernels() {
   auto& m = keep(Library(Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__));
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("_efficientzerotensor", TORCH_FN(zero_tensor));
   m.impl("as_strided", TORCH_FN(as_strided));
   m.impl("view", TORCH_FN(view));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));

@@ -70,10 +70,16 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   bool explicit_only = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
                        !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
   composite = structured || explicit_only;
+  checks_itself = structured;
+  // With out= the composite would resize the caller's own tensor while it infers.
+  bool out_variant = false;
+  for (int i : writes) out_variant = out_variant || schema.arguments()[static_cast<size_t>(i)].kwarg_only();
+  if (out_variant) composite = false;
   rule = find_rule(name, overload);
   // The lengths in the data decide the size of a result, and no tag says so.
   asks = asks || name == "aten::_ctc_loss";
-  infers = has_new || !returns.empty();  // without results (_foreach_add_, _fused_adamw_) there is nothing to predict
+  // Without results and out= (_foreach_add_, _fused_adamw_) there is nothing to predict.
+  infers = has_new || !returns.empty() || out_variant;
 }
 
 OpInfo& op_info(const c10::OperatorHandle& op) {

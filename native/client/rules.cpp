@@ -1,6 +1,8 @@
 // Geometry rules, by hand, for frequent operators whose kernels are not structured: the CPU kernel's own layout, in a
 // microsecond. Needed where shapes never repeat (decoding grows its key/value cache each token), because asking the worker
 // would make the client wait. tests/test_geometry.py compares every rule with what the worker gives.
+#include <ATen/ExpandUtils.h>
+
 #include <unordered_map>
 
 #include "client/geometry.h"
@@ -15,10 +17,11 @@ void add(Entry& e, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRe
 
 const at::Tensor& tensor(const c10::IValue& v) { return v.toTensor(); }
 
-// A result of the CPU's flash kernel: [B, T, H, ...] in memory, seen as [B, H, T, ...].
-void add_heads_inside(Entry& e, at::ScalarType dtype, int64_t b, int64_t h, int64_t t, std::optional<int64_t> d) {
-  if (d) add(e, dtype, {b, h, t, *d}, {t * h * *d, *d, h * *d, 1});
-  else add(e, dtype, {b, h, t}, {t * h, 1, h});
+// Strides of empty_like(t).
+Dims like(const at::Tensor& t) {
+  if (t.is_non_overlapping_and_dense()) return Dims(t.strides().begin(), t.strides().end());
+  auto strides = at::infer_dense_strides(t.sizes(), t.strides());
+  return Dims(strides.begin(), strides.end());
 }
 
 // (query, key, value, dropout_p, is_causal, attn_mask, scale) -> (output, logsumexp)
@@ -29,8 +32,9 @@ bool flash_attention(at::ArrayRef<c10::IValue> args, Entry& e) {
     if (n == 0) return false;
   auto dtype = q.scalar_type();
   auto statistics = dtype == at::kDouble ? at::kDouble : at::kFloat;
-  add_heads_inside(e, dtype, q.size(0), q.size(1), q.size(2), q.size(3));
-  add_heads_inside(e, statistics, q.size(0), q.size(1), q.size(2), std::nullopt);
+  add(e, dtype, q.sizes(), like(q));
+  int64_t b = q.size(0), h = q.size(1), t = q.size(2);
+  add(e, statistics, {b, h, t}, {t * h, 1, h});  // [B, T, H] in memory
   return true;
 }
 

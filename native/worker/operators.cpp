@@ -22,7 +22,8 @@ Operator::Operator(const c10::OperatorHandle& h) : handle(h) {
   unboxed = find_unboxed(schema.name(), schema.overload_name());
 }
 
-void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::vector<at::Tensor>& made) {
+void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::vector<at::Tensor>& made,
+                std::vector<c10::IValue>* written) {
   const auto& schema = op.handle.schema();
   size_t n = d.in().array();
   TORCH_CHECK(n == schema.arguments().size(), op.name, " came with ", n, " arguments");
@@ -32,6 +33,8 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::v
     stack.clear();
     return;
   }
+  if (written)
+    for (int i : op.writes) written->push_back(stack[static_cast<size_t>(i)]);
   op.handle.callBoxed(stack);
   for (size_t i = 0; i < stack.size(); ++i) {
     if (op.result_alias[i]) continue;

@@ -25,7 +25,9 @@ Operator::Unboxed find_unboxed(const std::string& name, const std::string& overl
 
 // Decodes the arguments and calls the operator boxed. `made` gets the new tensors in order; `stack` holds all results.
 // A poisoned argument leaves both empty (see Decoder::poison).
-void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::vector<at::Tensor>& made);
+// `written`, when given, gets the arguments the operator writes, as they are after the call.
+void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::vector<at::Tensor>& made,
+                std::vector<c10::IValue>* written = nullptr);
 
 // The storages that the operator writes, read from the record without touching a tensor.
 std::vector<uint64_t> written_storages(const Operator& op, mp::Reader args);

@@ -190,10 +190,11 @@ void Executor::ask(mp::Reader& in) {
   CausePtr cause;
   torch::jit::Stack stack;
   std::vector<at::Tensor> fresh;
+  std::vector<c10::IValue> written;
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
     Decoder d(in, store_, generators_);
-    call_boxed(operator_at(number), d, stack, fresh);
+    call_boxed(operator_at(number), d, stack, fresh, &written);
     cause = d.poison();
   } catch (...) {
     cause = cause_of("op", op ? op->name : "an unknown operator", op ? describe_arguments(*op, args, store_) : "()", site);
@@ -254,21 +255,13 @@ void Executor::ask(mp::Reader& in) {
     }
   }
   // Where the operator resized what it was given to write, the client must follow.
-  mp::put_array(b, op->writes.size());
-  mp::Reader again = args;
-  Decoder d(again, store_, generators_);
-  size_t n = again.array();
-  size_t w = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (w < op->writes.size() && static_cast<size_t>(op->writes[w]) == i) {
-      ++w;
-      if (again.kind() == mp::Kind::Int) {
-        put_geometry(b, store_.at(again.uint()).first);
-        continue;
-      }
-      mp::put_nil(b);
-    }
-    again.skip();
+  mp::put_array(b, written.size());
+  for (const auto& v : written) {
+    std::vector<at::Tensor> tensors;
+    if (v.isTensorList()) tensors = v.toTensorVector();
+    else if (v.isTensor()) tensors.push_back(v.toTensor());
+    mp::put_array(b, tensors.size());
+    for (const auto& t : tensors) t.defined() ? put_geometry(b, t) : mp::put_nil(b);
   }
   reply(b);
 }
