@@ -152,7 +152,7 @@ def test_an_index_out_of_range_names_everything() -> None:
         bad.cpu()
     error = caught.value
     assert error.op == "aten::embedding"
-    assert error.shapes == "(Tensor[Float, (5, 3)], Tensor[Long, (1, 2)], -1, False, False)"
+    assert error.shapes == "(Tensor[float32, (5, 3)], Tensor[int64, (1, 2)], -1, False, False)"
     assert error.worker == 0
     assert (error.filename, error.lineno) == (__file__, issued)
     assert error.stack[-1][0] != __file__ or error.stack[0][1] > 0
