@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from holding import busy
 from same import Device, bits, eager_threads
 
 import dtorch
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
 def _engine(engine: Engine) -> Iterator[None]:
     with eager_threads(engine.threads_per_worker):
         yield
-
-
-def busy(worker: int = 0) -> torch.Tensor:
-    """Some 50 thousand million multiplications for a worker: nobody does that before the next lines have run."""
-    x = torch.full((1500, 1500), 1e-4, device=f"dtorch:{worker}")
-    for _ in range(15):
-        x = x @ x + 1e-4
-    return x
 
 
 def exported(worker: int = 0) -> int:

@@ -1,0 +1,20 @@
+"""Giving a worker something to do, so that what the client issues meanwhile has to wait.
+
+The work is measured in multiplications, not in seconds: it takes a worker hundreds of milliseconds, and a client a
+fraction of one to issue it and whatever follows. Tests compare counters and never time anything.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def busy(worker: int = 0, rounds: int = 15) -> torch.Tensor:
+    """Issue ``rounds`` products of two matrices of 1500 rows (7 thousand million additions and multiplications each).
+
+    The result, of shape (1500, 1500), is finite; asking for any of it waits for all of it.
+    """
+    x = torch.full((1500, 1500), 1e-4, device=f"dtorch:{worker}")
+    for _ in range(rounds):
+        x = x @ x + 1e-4
+    return x
