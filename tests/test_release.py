@@ -238,12 +238,12 @@ def test_training_does_not_grow() -> None:
 
 def test_client_stats_count() -> None:
     x = dtorch.ones(3) + 1  # the operator has its number from here on
-    dtorch.synchronize()
+    dtorch.synchronize(0)
     before = dtorch.client_stats()
     assert set(before) >= {"records", "releases", "batches", "bytes", "waits", "geometry_misses"}
     for _ in range(10):
         x = x + 1
-    dtorch.synchronize()
+    dtorch.synchronize(0)
     after = dtorch.client_stats()
     assert after["records"] - before["records"] == 11  # ten operators and the SYNC
     assert after["releases"] - before["releases"] == 10
