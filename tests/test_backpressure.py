@@ -93,21 +93,24 @@ def test_ses4_a_small_window_holds_the_client_back_and_everything_is_right(
 
 
 def test_ses4_memory_stays_bounded(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uploads that travel in records, 60 MB of them, through a window of one."""
+    """Uploads that travel in records, 180 MB of them, through a window of one.
+
+    What a worker's heap keeps for later use counts as well, so the bound is not the window's.
+    """
     engine = fresh(monkeypatch, inflight_mb=1)
-    source = torch.ones(15_000)
+    source = torch.full((15_000,), 0.25)
     total = dtorch.zeros(()) + source.to("dtorch").sum() * 0
     busy(rounds=2)[0, 0].item()  # the matrices' memory counts as there from the start
     total.item()
     pids = {**engine.pids(), "client": os.getpid()}
     before = {name: most_memory(pid) for name, pid in pids.items()}
     wait = busy(rounds=15)
-    for _ in range(1_000):
+    for _ in range(3_000):
         total = total + source.to("dtorch").sum()
     assert dtorch.client_stats()["waits"] > 0
-    assert total.item() == 15_000 * 1_000
+    assert total.item() == 15_000 * 3_000 / 4
     grown = {name: (most_memory(pid) - before[name]) >> 20 for name, pid in pids.items()}
-    assert all(mib < 24 for mib in grown.values()), grown
+    assert all(mib < 64 for mib in grown.values()), grown
     del wait
 
 
