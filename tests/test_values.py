@@ -261,15 +261,20 @@ def test_a_failing_callback_disturbs_nobody(capfd: pytest.CaptureFixture[str]) -
     assert dtorch.ones(2).tolist() == [1.0, 1.0]
 
 
-def test_a_callback_may_use_the_device() -> None:
-    """Issuing, not waiting: the reply thread cannot wait for itself."""
-    made: list[torch.Tensor] = []
+def test_a_callback_may_use_the_device(no_engine: None) -> None:
+    """Any operator may have to ask the worker for its geometry, so a callback must be able to wait."""
+    dtorch.init(workers=1, device="cpu")
+    results: list[list[float]] = []
     done = threading.Event()
-    x = busy()
-    future = x[0, 0].mul(0).to_torch_async()
-    future.add_done_callback(lambda f: (made.append(f.get() + dtorch.ones(2)), done.set()))
-    assert done.wait(60)
-    assert made[0].tolist() == [1.0, 1.0]
+
+    def use(future: dtorch.TensorFuture) -> None:
+        x = future.get() + dtorch.ones(2)
+        results.append((x[x > 0] * 2).tolist())
+        done.set()
+
+    busy()[0, 0].mul(0).to_torch_async().add_done_callback(use)
+    assert done.wait(20)
+    assert results == [[2.0, 2.0]]
 
 
 def test_callbacks_of_a_failed_value_run_too() -> None:
