@@ -143,9 +143,9 @@ RECORD_FIELDS: Final[dict[Record, str]] = {
     Record.OP: "op site args outs",
     Record.RELEASE: "storage last_seq",
     Record.DEFINE_OP: "op name overload",
-    Record.ALLOC: "storage geometry nbytes",
-    Record.PUT: "storage geometry bytes",
-    Record.MAP: "storage geometry pid fd nbytes",
+    Record.ALLOC: "storage geometry nbytes site",
+    Record.PUT: "storage geometry bytes site",
+    Record.MAP: "storage geometry pid fd nbytes site",
     Record.FETCH: "request site tensor",
     Record.ASK: "request op site args first_storage",
     Record.SEND: "transfer dest site tensor",
@@ -186,7 +186,8 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD, maps it and then releases `token`
 #:           (a RELEASE with that number as its storage) so that the owner closes it.
 #: error     see dtorch.errors.RemoteError; `shapes` is text; `site` a client-side number for the source line;
-#:           `kind` is "op" (a user's mistake), "memory", "internal" or "peer".
+#:           `kind` is "op" (the program's mistake), "call" (the same, in answer to the ASK that made it), "memory",
+#:           "internal" or "peer".
 #: returns   one per result: [storage, geometry] | [[storage, geometry], ...] | scalar | nil (an argument comes back);
 #:           then one more: per written argument the geometries of its tensors now (out= arguments are resized).
 STRUCT_FIELDS: Final[dict[str, str]] = {

@@ -30,8 +30,8 @@ def at_call(frame: bytes) -> Exception:
     """An ERROR message in answer to ASK: PyTorch's own exception, raised at the call that is wrong."""
     error = _error_of(frame)
     kind, type_name, message = error[:3]
-    if kind != "op":
-        return _from_error(error)
+    if kind != "call":
+        return _from_error(error)  # not this call's fault: what it reads has failed before
     known: type[Exception] = getattr(builtins, type_name, RuntimeError)
     linalg: type[Exception] = torch._C.__dict__["_LinAlgError"]  # public as torch.linalg.LinAlgError, but not to mypy
     return linalg(message) if type_name == "LinAlgError" else known(message)

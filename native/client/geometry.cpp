@@ -1,11 +1,15 @@
 // See geometry.h.
 #include "client/geometry.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <chrono>
 #include <mutex>
+#include <unordered_map>
+#include <unordered_set>
 
 namespace dtorch {
 
@@ -39,8 +43,18 @@ using Map = ska::flat_hash_map<std::string, EntryPtr, KeyHash>;
 
 struct Cache {
   std::mutex mu;
-  Map young, old;  // GEO-2
+  Map young, old;                               // GEO-2
+  std::unordered_set<std::string> signatures;   // of calls that were accepted
   GeometryStats stats;
+
+  bool known(const std::string& signature) {
+    std::lock_guard lock(mu);
+    return signatures.count(signature) != 0;
+  }
+  void accept(std::string&& signature) {
+    std::lock_guard lock(mu);
+    if (signatures.size() < kCacheEntries) signatures.insert(std::move(signature));
+  }
 };
 Cache& cache() {
   static Cache* c = new Cache;
@@ -107,6 +121,86 @@ bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack) 
   return true;
 }
 
+// Which dtypes an operator takes is decided in its kernel, not in its geometry. The first call with a combination of dtypes
+// and dimensions is therefore rehearsed here, on miniature CPU tensors; when that fails, for whatever reason, the worker is
+// asked, and a wrong call raises in eager's words. A right combination is known from then on.
+std::string signature(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+  std::string s(reinterpret_cast<const char*>(&info.number), sizeof info.number);
+  auto tensor = [&s](const at::Tensor& t) {
+    if (!t.defined()) return s.push_back('-');
+    s.push_back(static_cast<char>(t.scalar_type()));
+    s.push_back(static_cast<char>(t.dim()));
+    s.push_back(is_ours(t) ? 'd' : 'c');
+  };
+  for (const auto& v : args) {
+    s.push_back('|');
+    if (v.isTensor()) tensor(v.toTensor());
+    else if (v.isTensorList())
+      for (const auto& t : v.toTensorVector()) tensor(t);
+    else if (v.isOptionalTensorList())
+      for (const auto& t : v.toOptionalTensorVector()) tensor(t ? *t : at::Tensor());
+    else if (v.isScalar()) s.push_back(v.isDouble() ? 'D' : v.isInt() ? 'I' : 'S');
+    else s.push_back(v.isNone() ? 'N' : 'V');
+  }
+  return s;
+}
+
+// A CPU tensor of the same dtype and rank, every size but 1 made small, equal sizes staying equal.
+class Miniature {
+ public:
+  at::Tensor of(const at::Tensor& t) {
+    Dims sizes;
+    for (int64_t n : t.sizes()) sizes.push_back(n <= 2 ? n : small_.emplace(n, 2 + static_cast<int64_t>(small_.size())).first->second);
+    at::Tensor m = at::detail::empty_cpu(sizes, t.scalar_type());
+    // Integers are 0, for they may be indices; the rest is 1.
+    bool index = c10::isIntegralType(t.scalar_type(), /*includeBool=*/false);
+    m.fill_(index ? 0 : 1);
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) m.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return m;
+  }
+  c10::IValue of(const c10::IValue& v) {
+    if (v.isTensor()) return is_ours(v.toTensor()) ? c10::IValue(of(v.toTensor())) : v;
+    if (v.isTensorList()) {
+      auto list = v.toTensorVector();
+      for (auto& t : list)
+        if (is_ours(t)) t = of(t);
+      return list;
+    }
+    if (v.isOptionalTensorList()) {
+      auto list = v.toOptionalTensorVector();
+      for (auto& t : list)
+        if (t && is_ours(*t)) t = of(*t);
+      return list;
+    }
+    return v;
+  }
+
+ private:
+  std::unordered_map<int64_t, int64_t> small_;
+};
+
+bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+  if (info.handle.hasTag(at::Tag::nondeterministic_seeded)) return true;  // it would draw the program's random numbers
+  try {
+    Miniature miniature;
+    torch::jit::Stack stack;
+    for (const auto& v : args) stack.push_back(miniature.of(v));
+    at::AutoDispatchBelowADInplaceOrView below;
+    info.handle.callBoxed(stack);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// The addmm family checks only in its kernel that the added tensor broadcasts.
+bool added_fits(const OpInfo& info, const Entry& e, at::ArrayRef<c10::IValue> args) {
+  static const std::unordered_set<std::string> family{"aten::addmm", "aten::addbmm", "aten::baddbmm", "aten::addmv",
+                                                      "aten::addr",  "aten::_addmm_activation"};
+  if (!family.count(info.name) || e.outs.empty()) return true;
+  return at::is_expandable_to(args[0].toTensor().sizes(), e.outs[0].sizes);
+}
+
 // A backend without kernels of its own: its slot in the dispatch table is the operator's composite kernel.
 constexpr auto kComposite = c10::DispatchKey::IPU;
 
@@ -118,19 +212,26 @@ EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   if (info.rule) {
     auto ruled = std::make_shared<Entry>();
     if (info.rule(args, *ruled)) {
-      for (size_t i = 0; i < ruled->outs.size(); ++i)
+      for (size_t i = 0; i < ruled->outs.size() && ruled->returns.size() < info.returns.size(); ++i)
         ruled->returns.push_back({ReturnSpec::Kind::New, static_cast<int>(i), 1});
       return ruled;
     }
   }
   if (!info.composite) return e;
+  if (!Inferring::active()) {
+    auto s = signature(info, args);
+    if (!cache().known(s)) {
+      if (!rehearse(info, args)) return e;
+      cache().accept(std::move(s));
+    }
+  }
   try {
     torch::jit::Stack stack(args.begin(), args.end());
     Inferring inferring;
     at::AutoDispatchBelowADInplaceOrView below;
     info.handle.redispatchBoxed(c10::DispatchKeySet(kComposite), &stack);
     auto found = std::make_shared<Entry>();
-    if (read_results(info, *found, stack)) return found;
+    if (read_results(info, *found, stack) && added_fits(info, *found, args)) return found;
   } catch (const Uninferable& u) {
     e->dynamic = u.dynamic;
   } catch (const std::exception&) {  // a wrong call, most likely: the worker raises it in eager's words
@@ -176,8 +277,10 @@ const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<
   return remember(last_of(info), key, std::move(entry));
 }
 
-void learn_geometry(const OpInfo& info, const Buffer& key, EntryPtr entry) {
+void learn_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, EntryPtr entry) {
   auto& c = cache();
+  auto s = signature(info, args);
+  c.accept(std::move(s));
   std::lock_guard lock(c.mu);
   insert(c, key, entry);
   remember(last_of(info), key, std::move(entry));

@@ -75,9 +75,10 @@ const Entry* find_geometry(const OpInfo& info, const Buffer& key);
 // Answers a miss from rule or composite kernel and remembers it; an entry with `ask` when neither can.
 const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args);
 // Remembers what the worker told.
-void learn_geometry(const OpInfo& info, const Buffer& key, EntryPtr entry);
+void learn_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, EntryPtr entry);
 
-// Rule for an operator (rules.cpp): appends its results' specs, in order; false when it does not apply.
+// Rule for an operator (rules.cpp): appends its results' specs, in order (and returns and rewrites, where they are not just
+// new tensors); false when it does not apply.
 using Rule = bool (*)(at::ArrayRef<c10::IValue> args, Entry& e);
 Rule find_rule(const std::string& name, const std::string& overload);
 

@@ -1,6 +1,8 @@
 // See issue.h.
 #include "client/issue.h"
 
+#include <ATen/native/Resize.h>
+
 #include <unordered_set>
 
 #include "client/python_error.h"
@@ -55,6 +57,7 @@ void upload_indices(torch::jit::Stack* stack, size_t n_args) {
 }
 
 void rewrite(const at::Tensor& t, const Rewrite& r, bool was_first) {
+  if (t.numel() != 0) at::native::resize_output_check(t, r.sizes);  // warns, in PyTorch's words, when sizes differ
   auto* impl = t.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(r.sizes, r.strides);
   auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
@@ -148,7 +151,7 @@ void learn(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args
     const auto& t = v.toTensor();
     e->rewrites.push_back({i, Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end())});
   }
-  learn_geometry(info, key, std::move(e));
+  learn_geometry(info, key, args, std::move(e));
 }
 
 // An entry's results in the schema's order.
@@ -287,10 +290,11 @@ void check_alive(const StorageCtx* ctx) {
 }
 
 void materialise(Session::Writer& w, StorageCtx* ctx) {
-  ctx->last_seq = w.begin(Record::ALLOC, ctx->worker, 3);
+  ctx->last_seq = w.begin(Record::ALLOC, ctx->worker, 4);
   mp::put_uint(w.buf(), ctx->id);
   put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, ctx->first.offset, 0);
   mp::put_uint(w.buf(), ctx->nbytes);
+  mp::put_uint(w.buf(), ctx->site);
   ctx->lazy = false;
   w.end();
 }

@@ -27,6 +27,7 @@
 #include <unordered_set>
 
 #include "client/issue.h"
+#include "client/sites.h"
 #include "client/value.h"
 
 namespace dtorch {
@@ -52,6 +53,11 @@ at::ScalarType checked_dtype(std::optional<at::ScalarType> dtype) {
   return d;
 }
 
+at::Tensor located(at::Tensor t) {
+  if (!Inferring::active()) ctx_of(t)->site = sites::current();
+  return t;
+}
+
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
                  std::optional<c10::Device> device, std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
   check_options(layout, pin);
@@ -61,9 +67,10 @@ at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, 
   int worker = worker_of(device);
   auto d = checked_dtype(dtype);
   auto f = format.value_or(c10::MemoryFormat::Contiguous);
-  if (f == c10::MemoryFormat::ChannelsLast) return make_tensor(worker, d, sizes, c10::get_channels_last_strides_2d(sizes));
-  if (f == c10::MemoryFormat::ChannelsLast3d) return make_tensor(worker, d, sizes, c10::get_channels_last_strides_3d(sizes));
-  return make_tensor(worker, d, sizes);
+  if (f == c10::MemoryFormat::ChannelsLast) return located(make_tensor(worker, d, sizes, c10::get_channels_last_strides_2d(sizes)));
+  if (f == c10::MemoryFormat::ChannelsLast3d)
+    return located(make_tensor(worker, d, sizes, c10::get_channels_last_strides_3d(sizes)));
+  return located(make_tensor(worker, d, sizes));
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
@@ -73,7 +80,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
   auto strides = C10_AS_INTARRAYREF_SLOW(stride);
   TORCH_CHECK(sizes.size() == strides.size(), "dimensionality of sizes (", sizes.size(), ") must match dimensionality of strides (",
               strides.size(), ")");
-  return make_tensor(worker_of(device), checked_dtype(dtype), sizes, strides);
+  return located(make_tensor(worker_of(device), checked_dtype(dtype), sizes, strides));
 }
 
 // Elsewhere a tensor without memory that stands for zeros; here real zeros, for a worker cannot hold one without memory.
@@ -212,6 +219,9 @@ bool forced(const c10::OperatorHandle& op) {
     takes_tensor = takes_tensor || text.find("Tensor") != std::string::npos;
     if (a.alias_info() && !a.alias_info()->isWrite()) return false;  // a view
   }
+  bool writes = false;
+  for (const auto& a : schema.arguments()) writes = writes || (a.alias_info() && a.alias_info()->isWrite());
+  if (schema.returns().empty() && !writes) return false;  // a check (_linalg_check_errors): it must look at the value now
   for (const auto& r : schema.returns())
     if (r.type()->str().find("Tensor") == std::string::npos) return false;
   return takes_tensor;

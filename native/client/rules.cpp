@@ -3,6 +3,7 @@
 // would make the client wait. tests/test_geometry.py compares every rule with what the worker gives.
 #include <ATen/ExpandUtils.h>
 
+#include <cmath>
 #include <unordered_map>
 
 #include "client/geometry.h"
@@ -83,12 +84,36 @@ bool matmul(at::ArrayRef<c10::IValue> args, Entry& e) {
   return true;
 }
 
+// (start, end, step, out): an empty out= becomes as long as the range, as torch.arange calls it
+bool arange(at::ArrayRef<c10::IValue> args, Entry& e) {
+  const auto& out = tensor(args[3]);
+  if (out.dim() != 1 || out.size(0) != 0 || out.storage_offset() != 0) return false;
+  auto start = args[0].toScalar(), end = args[1].toScalar(), step = args[2].toScalar();
+  int64_t n;
+  if (start.isIntegral(false) && end.isIntegral(false) && step.isIntegral(false) && c10::isIntegralType(out.scalar_type(), false)) {
+    int64_t a = start.toLong(), b = end.toLong(), s = step.toLong();
+    constexpr int64_t kSafe = int64_t{1} << 60;
+    if (s == 0 || (b - a) / s < 0 || std::abs(a) > kSafe || std::abs(b) > kSafe || (s > 0 ? b < a : b > a)) return false;
+    n = (b - a + s - (s > 0 ? 1 : -1)) / s;
+  } else {
+    if (start.isComplex() || end.isComplex() || step.isComplex() || c10::isIntegralType(out.scalar_type(), true)) return false;
+    double a = start.toDouble(), b = end.toDouble(), s = step.toDouble();
+    double length = std::ceil((b - a) / s);
+    if (!(length >= 0 && length < 1e15)) return false;
+    n = static_cast<int64_t>(length);
+  }
+  e.returns.push_back({ReturnSpec::Kind::Alias, 3, 1});
+  e.rewrites.push_back({3, Dims{n}, Dims{1}});
+  return true;
+}
+
 }  // namespace
 
 Rule find_rule(const std::string& name, const std::string& overload) {
   static const std::unordered_map<std::string, Rule> rules{
       {"aten::_scaled_dot_product_flash_attention_for_cpu.", flash_attention},
       {"aten::embedding.", embedding},
+      {"aten::arange.start_out", arange},
       {"aten::linear.", linear},
       {"aten::matmul.", matmul},
   };

@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -311,10 +312,9 @@ void Session::forget(uint64_t id) {
 // Called with mu_ held.
 void Session::complete(const RequestPtr& r, Request::State state) {
   r->state.store(state, std::memory_order_release);
-  if (r->wake_fd >= 0) {
+  for (int fd : r->wake_fds) {
     uint64_t one = 1;
-    [[maybe_unused]] auto n = write(r->wake_fd, &one, sizeof one);
-    r->wake_fd = -1;
+    [[maybe_unused]] auto n = write(fd, &one, sizeof one);
   }
   if (r->callback) completed_.push_back(r->id);
 }
@@ -339,7 +339,7 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
     std::lock_guard lock(mu_);
     flush_locked();
     if (r->state.load() != Request::State::Pending) return true;
-    r->wake_fd = event.fd;
+    r->wake_fds.push_back(event.fd);
   }
   bool answered = true, interrupted = false;
   {
@@ -367,7 +367,7 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
   }
   {
     std::lock_guard lock(mu_);
-    r->wake_fd = -1;
+    r->wake_fds.erase(std::find(r->wake_fds.begin(), r->wake_fds.end(), event.fd));
     if (r->state.load() != Request::State::Pending) {
       // The event may have been signalled after a time-out: leave none behind for the next wait.
       pollfd item{event.fd, POLLIN, 0};

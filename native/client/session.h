@@ -54,7 +54,7 @@ struct Request {
   std::string reply;   // the reply's first frame (VALUE, META, DONE, ERROR) or, when Failed by death, empty
   std::string failure; // why, when Failed without a reply
   Mapping mapping;     // a VALUE that came as a segment, mapped by the reply thread
-  int wake_fd = -1;    // eventfd of a thread that waits, or -1; guarded by Session::mu_
+  std::vector<int> wake_fds;  // eventfds of the threads that wait; guarded by Session::mu_
   bool callback = false;  // Python wants to hear of it; guarded by Session::mu_
   ~Request() { mapping.unmap(); }
 };

@@ -8,6 +8,7 @@
 #include "client/sites.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <array>
@@ -61,7 +62,8 @@ std::unordered_map<PyCodeObject*, bool> library_code;
 std::string prefixes[2];
 
 // Ring from autograd's sequence number to the site of the forward op (SITE-2).
-struct Made { uint64_t sequence; uint32_t site; };
+// Sequence numbers count per thread; the key holds both. A slot is written by the first operator after its node was made.
+struct Made { uint64_t key; uint32_t site; };
 constexpr size_t kRing = 1 << 16;
 std::array<Made, kRing> made{};
 
@@ -128,11 +130,15 @@ uint32_t first_sight(uint64_t hash, _PyInterpreterFrame* frame) {
   return it->second;
 }
 
+uint64_t made_key(uint64_t sequence, uint64_t thread) { return sequence ^ (thread << 48); }
+Made& made_slot(uint64_t sequence, uint64_t thread) { return made[(sequence + thread * 8191) % kRing]; }
+
 uint32_t of_backward() {
   auto node = torch::autograd::get_current_node();
   if (!node) return kUnknown;
-  auto& m = made[node->sequence_nr() % kRing];
-  return m.sequence == node->sequence_nr() && m.site ? (m.site | kBackward) : kUnknown;
+  uint64_t key = made_key(node->sequence_nr(), node->thread_id());
+  auto& m = made_slot(node->sequence_nr(), node->thread_id());
+  return m.key == key && m.site ? (m.site | kBackward) : kUnknown;
 }
 
 }  // namespace
@@ -172,8 +178,11 @@ uint32_t current() {
     if (!site) site = first_sight(hash, top);
     slot = {hash, site};
   }
-  uint64_t next = at::sequence_number::peek();
-  if (next) made[(next - 1) % kRing] = {next - 1, site};
+  if (uint64_t next = at::sequence_number::peek()) {
+    uint64_t thread = at::RecordFunction::currentThreadId(), key = made_key(next - 1, thread);
+    auto& m = made_slot(next - 1, thread);
+    if (m.key != key) m = {key, site};
+  }
   return site;
 }
 

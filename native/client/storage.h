@@ -34,6 +34,7 @@ struct StorageCtx {
   int16_t worker = 0;
   bool lazy = true;         // no record has named it yet
   size_t nbytes = 0;
+  uint32_t site = 0;        // where an empty tensor was made, for what fails when it is allocated
   Geometry first;
 };
 

@@ -26,13 +26,15 @@ at::Tensor resolved(const at::Tensor& t) {
 void put(const at::Tensor& cpu, StorageCtx* ctx) {
   auto& session = Session::get();
   session.admit(ctx->worker);
+  uint32_t site = sites::current();
   size_t n = static_cast<size_t>(cpu.numel()) * cpu.element_size();
   if (n <= kInlineBytes) {
     Session::Writer w(session);
-    ctx->last_seq = w.begin(Record::PUT, ctx->worker, 3);
+    ctx->last_seq = w.begin(Record::PUT, ctx->worker, 4);
     mp::put_uint(w.buf(), ctx->id);
     put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
     mp::put_bin(w.buf(), cpu.const_data_ptr(), n);
+    mp::put_uint(w.buf(), site);
     ctx->lazy = false;
     w.end();
     return;
@@ -42,12 +44,13 @@ void put(const at::Tensor& cpu, StorageCtx* ctx) {
   munmap(m.data, m.size);  // the worker's mapping keeps the pages; we keep only the descriptor
   m.data = nullptr;
   Session::Writer w(session);
-  ctx->last_seq = w.begin(Record::MAP, ctx->worker, 5);
+  ctx->last_seq = w.begin(Record::MAP, ctx->worker, 6);
   mp::put_uint(w.buf(), ctx->id);
   put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
   mp::put_int(w.buf(), session.owner());
   mp::put_int(w.buf(), m.fd);
   mp::put_uint(w.buf(), n);
+  mp::put_uint(w.buf(), site);
   ctx->lazy = false;
   session.add_upload(w, ctx->worker, ctx->last_seq, m);
   w.end();

@@ -1,4 +1,5 @@
-// linear and matmul as one record, where autograd has no part in it.
+// Composites that the client decides on itself: linear and matmul as one record, where autograd has no part in it, and
+// group_norm, which asks whether it runs on the CPU.
 //
 // Both are composites: on the client they fall apart into transposes, views and an addmm or bmm, each a dispatch. When no
 // gradient is wanted the worker can take them whole, and its composite does what eager's would. When one is wanted, or
@@ -11,10 +12,12 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/group_norm_native.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/linear_ops.h>
 #include <ATen/ops/matmul_native.h>
 #include <ATen/ops/matmul_ops.h>
+#include <ATen/ops/native_group_norm_ops.h>
 #include <torch/library.h>
 
 #include "client/unboxed.h"
@@ -55,6 +58,18 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
   return Unboxed<at::_ops::matmul>::call(a, b);
 }
 
+// Eager's group_norm keeps channels_last on the CPU, and only there; elsewhere it makes its input contiguous.
+at::Tensor group_norm(const at::Tensor& x, int64_t groups, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias, double eps, bool cudnn) {
+  auto format = x.dim() >= 2 ? x.suggest_memory_format() : at::MemoryFormat::Contiguous;
+  if (format == at::MemoryFormat::Contiguous || groups <= 0 || x.size(1) % groups != 0)
+    return at::native::group_norm(x, groups, weight, bias, eps, cudnn);
+  auto contiguous = [](const std::optional<at::Tensor>& t) { return t && t->defined() ? t->contiguous() : at::Tensor(); };
+  int64_t n = x.size(0), c = x.size(1), rest = n * c == 0 ? 0 : x.numel() / (n * c);
+  return std::get<0>(at::_ops::native_group_norm::call(x.contiguous(format), contiguous(weight), contiguous(bias), n, c, rest,
+                                                       groups, eps));
+}
+
 }  // namespace
 
 void register_whole_kernels() {
@@ -63,6 +78,7 @@ void register_whole_kernels() {
     auto* m = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);  // kept for good
     m->impl("linear", TORCH_FN(linear));
     m->impl("matmul", TORCH_FN(matmul));
+    m->impl("group_norm", TORCH_FN(group_norm));
   }
 }
 

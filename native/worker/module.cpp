@@ -1,11 +1,20 @@
 // dtorch._worker: the thin binding of the executor (stub: dtorch/_worker.pyi).
 #include <Python.h>
 
+#include <c10/util/Exception.h>
+
 #include "common/py_api.h"
 #include "worker/executor.h"
 #include "worker/memory.h"
 
 namespace {
+
+// The client warns of a resized out= itself, where the program can see and filter it.
+struct QuietAboutResizing final : c10::WarningHandler {
+  void process(const c10::Warning& w) override {
+    if (w.msg().rfind("An output with one or more elements was resized", 0) != 0) c10::WarningHandler::process(w);
+  }
+};
 
 PyObject* py_run(PyObject*, PyObject* args) {
   PyObject* dict;
@@ -15,6 +24,8 @@ PyObject* py_run(PyObject*, PyObject* args) {
   static dtorch::zmq::Api api;
   if (!dtorch::read_zmq_api(dict, &api)) return nullptr;
   dtorch::worker::install_allocator();
+  static QuietAboutResizing warnings;
+  c10::WarningUtils::set_warning_handler(&warnings);
   std::string failure;
   int status = 2;
   Py_BEGIN_ALLOW_THREADS

@@ -197,7 +197,7 @@ void Executor::ask(mp::Reader& in) {
     call_boxed(operator_at(number), d, stack, fresh, &written);
     cause = d.poison();
   } catch (...) {
-    cause = cause_of("op", op ? op->name : "an unknown operator", op ? describe_arguments(*op, args, store_) : "()", site);
+    cause = cause_of("call", op ? op->name : "an unknown operator", op ? describe_arguments(*op, args, store_) : "()", site);
   }
   in = args;
   in.skip();
@@ -206,7 +206,7 @@ void Executor::ask(mp::Reader& in) {
     try {
       for (const auto& t : fresh) require_plain(*op, t);
     } catch (...) {
-      cause = cause_of("op", op->name, describe_arguments(*op, args, store_), site);
+      cause = cause_of("call", op->name, describe_arguments(*op, args, store_), site);
     }
   }
   if (cause) return answer_error(request, cause);
@@ -272,6 +272,7 @@ void Executor::alloc(mp::Reader& in) {
   uint64_t storage = in.uint();
   auto g = read_geometry(in);
   size_t nbytes = in.uint();
+  uint64_t site = in.uint();
   try {
     at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
     if (nbytes > t.storage().nbytes()) {
@@ -280,7 +281,7 @@ void Executor::alloc(mp::Reader& in) {
     }
     made(storage, t);
   } catch (...) {
-    auto cause = cause_of("internal", "empty", "", 0);
+    auto cause = cause_of("internal", "an allocation", "(" + std::to_string(nbytes) + " bytes)", site);
     note_failure(cause);
     store_.poison(storage, cause);
   }
@@ -290,13 +291,14 @@ void Executor::put(mp::Reader& in) {
   uint64_t storage = in.uint();
   auto g = read_geometry(in);
   auto bytes = in.bin();
+  uint64_t site = in.uint();
   try {
     at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
     TORCH_CHECK(bytes.size() == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", bytes.size());
     std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
     made(storage, t);
   } catch (...) {
-    auto cause = cause_of("internal", "an upload", "", 0);
+    auto cause = cause_of("internal", "an upload", "", site);
     note_failure(cause);
     store_.poison(storage, cause);
   }
@@ -307,12 +309,13 @@ void Executor::map(mp::Reader& in) {
   auto g = read_geometry(in);
   int pid = static_cast<int>(in.integer()), fd = static_cast<int>(in.integer());
   size_t n = in.uint();
+  uint64_t site = in.uint();
   try {
     Mapping m = open_segment(pid, fd, n);
     auto t = at::from_blob(m.data, g.sizes, g.strides, [m](void*) mutable { m.unmap(); }, at::TensorOptions().dtype(g.dtype));
     made(storage, t);
   } catch (...) {
-    auto cause = cause_of("internal", "an upload", "", 0);
+    auto cause = cause_of("internal", "an upload", "", site);
     note_failure(cause);
     store_.poison(storage, cause);
   }
