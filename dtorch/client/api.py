@@ -103,6 +103,8 @@ __all__ += list(factories.NAMES)
 
 def fallback(name: str) -> Any:
     """``dtorch.X`` for a name of torch's: torch.X itself."""
+    if name.startswith("__"):
+        raise AttributeError(f"module 'dtorch' has no attribute {name!r}")
     try:
         return getattr(torch, name)
     except AttributeError:

@@ -125,6 +125,12 @@ def is_bf16_supported() -> bool:
     return True
 
 
+def __getattr__(name: str) -> bool:
+    if name == "_initialized":  # torch.utils.checkpoint keeps a device's random state only where this is true
+        return is_initialized()
+    raise AttributeError(f"module 'torch.dtorch' has no attribute {name!r}")
+
+
 def _is_in_bad_fork() -> bool:
     return False
 

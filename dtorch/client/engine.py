@@ -188,6 +188,7 @@ class Engine:
             kind, value = msgpack.unpackb(self._pull.recv())[:2]
             if kind == Message.READY:
                 return
+            assert kind == Message.REFUSED, f"the controller said {kind} first"
             raise EngineError(f"the controller refused to start: {value}")
         if ready:
             raise self._collect()

@@ -200,6 +200,9 @@ void Encoder::arg(c10::Device v) {
 void Encoder::arg(const at::Generator& g) {
   if (!g.defined()) return nil();
   uint32_t number = generator_number(g, info_.name);
+  int worker = g.device().index();
+  if (s_.worker < 0) s_.worker = worker;
+  TORCH_CHECK(s_.worker == worker, "Expected a 'dtorch:", s_.worker, "' generator device but found 'dtorch:", worker, "'");
   mp::put_ext(s_.record, static_cast<int8_t>(Ext::GENERATOR), &number, 4);
   s_.key.push('g');
 }

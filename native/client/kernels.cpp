@@ -14,6 +14,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/is_set_to_native.h>
+#include <ATen/ops/kaiser_window_ops.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -93,6 +94,14 @@ at::Tensor zero_tensor(c10::SymIntArrayRef size, std::optional<at::ScalarType> d
   return t;
 }
 
+// Its explicit composite ends in a kernel stub that looks for one of ours: made on the CPU, then moved.
+at::Tensor kaiser_window(int64_t length, bool periodic, double beta, std::optional<at::ScalarType> dtype,
+                         std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin) {
+  check_options(layout, pin);
+  auto cpu = at::_ops::kaiser_window_beta::call(length, periodic, beta, dtype, layout, c10::Device(c10::DeviceType::CPU), pin);
+  return upload(cpu, worker_of(device));
+}
+
 // --- views: metadata of the client's tensor only -----------------------------------------------------------------------
 
 at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -131,6 +140,7 @@ at::Tensor& set_nothing(at::Tensor& self) {
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  check_alive(ctx_of(self));
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   auto* impl = self.unsafeGetTensorImpl();
   bool same_format = !format || *format == c10::MemoryFormat::Preserve;
@@ -248,6 +258,7 @@ void register_kernels() {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("_efficientzerotensor", TORCH_FN(zero_tensor));
+  m.impl("kaiser_window.beta", TORCH_FN(kaiser_window));
   m.impl("as_strided", TORCH_FN(as_strided));
   m.impl("view", TORCH_FN(view));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));

@@ -75,6 +75,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   bool out_variant = false;
   for (int i : writes) out_variant = out_variant || schema.arguments()[static_cast<size_t>(i)].kwarg_only();
   if (out_variant) composite = false;
+  in_place = !structured && !out_variant && !has_new && !asks && !writes.empty();
   rule = find_rule(name, overload);
   // The lengths in the data decide the size of a result, and no tag says so.
   asks = asks || name == "aten::_ctc_loss";

@@ -28,6 +28,7 @@ struct OpInfo {
   bool asks;       // results that only the worker can tell: data-dependent shapes, plain values
   bool infers;     // has new tensors, or arguments whose sizes must be checked
   bool composite;  // its composite kernel computes the geometry that the CPU kernel gives (geometry.h)
+  bool in_place;       // not structured, writes its arguments and gives nothing else
   bool checks_itself;  // structured: its composite raises what is wrong with the arguments
   bool (*rule)(at::ArrayRef<c10::IValue>, struct Entry&);  // or null
   bool uploads_cpu_indices;  // takes Tensor?[] indices, which may be CPU tensors as everywhere in PyTorch
