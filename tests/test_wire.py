@@ -64,6 +64,7 @@ class Tap:
             socket.set_hwm(0)
             socket.linger = 0
             socket.reconnect_ivl = 2
+            socket.sndtimeo = 1000
         log = self.sent if name == "in" else self.received
         (source if name == "in" else sink).bind(near)
         (sink if name == "in" else source).connect(far)
@@ -74,10 +75,14 @@ class Tap:
 
     def _pass_on(self, source: zmq.Socket[bytes], sink: zmq.Socket[bytes], log: list[Frames]) -> None:
         while not self._ending.is_set():
-            if source.poll(50):
+            # The receiver may be gone: then there is nothing to send to, and the end is near.
+            if source.poll(50) and sink.poll(50, zmq.POLLOUT):
                 frames = source.recv_multipart()
                 log.append(frames)
-                sink.send_multipart(frames)
+                try:
+                    sink.send_multipart(frames)
+                except zmq.Again:
+                    break  # gone between the question and the sending
         source.close()
         sink.close()
 
