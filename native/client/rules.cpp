@@ -107,6 +107,21 @@ bool arange(at::ArrayRef<c10::IValue> args, Entry& e) {
   return true;
 }
 
+// (condition, self, other): elementwise on contiguous tensors and numbers
+bool where(at::ArrayRef<c10::IValue> args, Entry& e) {
+  Dims sizes;
+  for (const auto& v : args) {
+    const auto& t = tensor(v);
+    if (!t.is_contiguous()) return false;
+    auto together = at::infer_size(sizes, t.sizes());
+    sizes.assign(together.begin(), together.end());
+  }
+  const auto &a = tensor(args[1]), &b = tensor(args[2]);
+  if (tensor(args[0]).scalar_type() != at::kBool || a.scalar_type() != b.scalar_type()) return false;
+  add(e, a.scalar_type(), sizes, row_major(sizes));
+  return true;
+}
+
 }  // namespace
 
 Rule find_rule(const std::string& name, const std::string& overload) {
@@ -116,6 +131,7 @@ Rule find_rule(const std::string& name, const std::string& overload) {
       {"aten::arange.start_out", arange},
       {"aten::linear.", linear},
       {"aten::matmul.", matmul},
+      {"aten::where.self", where},
   };
   auto it = rules.find(name + "." + overload);
   return it == rules.end() ? nullptr : it->second;

@@ -141,6 +141,7 @@ at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes)
 
 void resize_storage(c10::StorageImpl* storage, size_t nbytes, bool tell_worker) {
   auto* ctx = ctx_of(storage);
+  if (ctx->generation != Session::get().generation()) throw_engine_error("");
   storage->set_nbytes(nbytes);
   ctx->nbytes = nbytes;
   if (ctx->lazy || !tell_worker) return;

@@ -62,11 +62,10 @@ struct Unboxed<Op, R(A...)> {
       if constexpr (std::is_same_v<R, at::Tensor&>) return first_argument(args...);
       else return c10::impl::PopResult<R>::call(stack);
     }
-    ensure_running();
     ScratchLease s(op);
     Encoder encode(*s, op);
     (encode.arg(args), ...);
-    if (s->worker < 0) s->worker = worker_of(std::nullopt);
+    check_running(*s);
     const Entry* entry = find_geometry(op, s->key);
     if (__builtin_expect(!entry, 0)) {
       Issuing issuing;

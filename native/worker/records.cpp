@@ -575,7 +575,7 @@ void Executor::option(mp::Reader& in) {
   if (name == "deterministic") at::globalContext().setDeterministicAlgorithms(value != 0, value == 2);
   else if (name == "threads") at::set_num_threads(static_cast<int>(value));
   else if (name == "flush_denormal") at::globalContext().setFlushDenormal(value != 0);
-  else if (name == "record_allocations") log_allocations_ = value != 0;
+  else if (name == "record_allocations") log_allocations_ = value != 0, log_.clear();
   else throw mp::FormatError("the worker has no option " + std::string(name));
 }
 
