@@ -45,9 +45,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dtorch.init(workers=1, device="cpu", threads_per_worker=1)
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} processors, shape ({args.size},)"
-    )
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{versions}, {os.cpu_count()} processors, shape ({args.size},)")
     print(f"{'us per add:':<10} {'PyTorch':>10} {'dtorch client':>15} {'end to end':>12} {'ratio':>8}")
     rounds: list[dict[str, float]] = []
     for i in range(args.rounds + 1):
@@ -64,8 +63,8 @@ def main() -> None:
     ratios = sorted(r["total"] / r["eager"] for r in rounds)
     clients = [r["client"] / r["eager"] for r in rounds]
     print(
-        f"dtorch / PyTorch, end to end: median {statistics.median(ratios):.2f} (min {ratios[0]:.2f}, max {ratios[-1]:.2f}); "
-        f"client alone: median {statistics.median(clients):.2f}"
+        f"dtorch / PyTorch, end to end: median {statistics.median(ratios):.2f} "
+        f"(min {ratios[0]:.2f}, max {ratios[-1]:.2f}); client alone: median {statistics.median(clients):.2f}"
     )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ if settings.ROLE.get() == "client":
     from dtorch.client import api as _api
     from dtorch.client.api import *  # noqa: F403
 
-    __all__ = [*_api.__all__]
+    __all__ = list(_api.__all__)
 
     def __getattr__(name: str) -> object:
         return _api.fallback(name)

@@ -139,7 +139,10 @@ def test_asking_starts_nothing(no_engine: None) -> None:
 
 
 def _uses(old: torch.Tensor, lazy: torch.Tensor, new: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Everything one may try with a tensor whose engine is over; ``lazy`` no operator has named yet."""
+    """Everything one may try with a tensor whose engine is over; ``lazy`` no operator has named yet.
+
+    What makes a new tensor first (``deepcopy``, ``zeros_like``) is not here: a new tensor starts the default engine.
+    """
     return {
         "operator": lambda: old + 1,
         "in place": lambda: old.add_(1),
@@ -152,7 +155,6 @@ def _uses(old: torch.Tensor, lazy: torch.Tensor, new: torch.Tensor) -> dict[str,
         "fetch an empty one": lambda: lazy.cpu(),
         "mask": lambda: old[old > 0],
         "upload into": lambda: old.copy_(torch.ones(2, 3)),
-        "deepcopy": lambda: copy.deepcopy(old),
         "copy from": lambda: new.copy_(old),
         "copy to": lambda: old.copy_(new),
         "write into": lambda: torch.add(old, 1, out=old),

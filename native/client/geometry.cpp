@@ -1,6 +1,7 @@
 // See geometry.h.
 #include "client/geometry.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -180,11 +181,19 @@ class Miniature {
 };
 
 bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
-  if (info.handle.hasTag(at::Tag::nondeterministic_seeded)) return true;  // it would draw the program's random numbers
+  // Random operators must not draw from the program's own generator.
+  static auto* own = new at::Generator(at::detail::createCPUGenerator());
+  const auto& schema = info.handle.schema().arguments();
+  bool random = info.handle.hasTag(at::Tag::nondeterministic_seeded), takes_generator = false;
   try {
     Miniature miniature;
     torch::jit::Stack stack;
-    for (const auto& v : args) stack.push_back(miniature.of(v));
+    for (size_t i = 0; i < args.size(); ++i) {
+      bool generator = schema[i].name() == "generator";
+      takes_generator = takes_generator || generator;
+      stack.push_back(generator ? c10::IValue(*own) : miniature.of(args[i]));
+    }
+    if (random && !takes_generator) return true;
     at::AutoDispatchBelowADInplaceOrView below;
     info.handle.callBoxed(stack);
     return true;
