@@ -779,7 +779,7 @@ def _conv_channels_last(on: Device) -> list[Any]:
     return [conv.weight, conv(channels_last(on(2, 3, 6, 6))), conv(on(2, 3, 6, 6))]
 
 
-#: Layers whose composites ask whether they run on the CPU and go another way there (issue: PyTorch's own test material).
+#: Layers whose composites ask whether they run on the CPU and go another way there.
 OTHER_BITS = {
     "rnn": "eager multiplies all steps' inputs at once on the CPU",
     "lstm": "eager uses oneDNN's LSTM on the CPU",
