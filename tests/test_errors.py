@@ -108,6 +108,11 @@ WRONG_CALLS: dict[str, Callable[[Device], Any]] = {
     "negative_size": lambda on: torch.empty(-1, device=on.name),
     "arange": lambda on: torch.arange(5, 0, 1, device=on.name),
     "randint": lambda on: torch.randint(5, 3, (2,), device=on.name),
+    "uniform": lambda on: on(3).uniform_(2, 1),
+    "normal_std": lambda on: on(3).normal_(0, -1),
+    "bernoulli_p": lambda on: on(3).bernoulli_(2.0),
+    "exponential": lambda on: on(3).exponential_(-1),
+    "dropout_p": lambda on: F.dropout(on(3), 1.5),
     "multinomial": lambda on: torch.multinomial(on(3).abs(), 5),
     "lstm": lambda on: on.module(lambda: nn.LSTM(4, 5))(on(3, 2, 7)),
 }
