@@ -12,8 +12,8 @@ import torch
 def busy(worker: int = 0, rounds: int = 15) -> torch.Tensor:
     """Issue ``rounds`` products of two matrices of 1500 rows: 7 thousand million additions and multiplications each.
 
-    The result, of shape (1500, 1500), is finite; asking for any of it waits for all of it. The matrices take turns in the
-    same memory, so that the worker's heap is as it was.
+    The result, of shape (1500, 1500), is finite; asking for any of it waits for all of it. The matrices take turns in
+    the same memory, so that the worker's heap is as it was.
     """
     x = torch.full((1500, 1500), 1e-4, device=f"dtorch:{worker}")
     y = torch.empty_like(x)
