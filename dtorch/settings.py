@@ -46,7 +46,7 @@ INFLIGHT_MB = Setting(
 )
 UPLOAD_MB = Setting("DTORCH_UPLOAD_MB", "1024", "MiB of uploaded values that may be under way before the client waits.")
 FLUSH_US = Setting("DTORCH_FLUSH_US", "100", "Microseconds of client silence after which buffered records are sent.")
-START_TIMEOUT = Setting("DTORCH_START_TIMEOUT", "120", "Seconds init() waits for the workers to answer.")
+START_TIMEOUT = Setting("DTORCH_START_TIMEOUT", "120", "Seconds init() waits for the controller to answer.")
 QUIET = Setting("DTORCH_QUIET", "0", "1 keeps what workers print away from the client's stderr.")
 SANITIZE = Setting(
     "DTORCH_SANITIZE", "", "Read by the build: the native modules get this sanitizer (`address`, `undefined`)."

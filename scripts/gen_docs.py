@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("DTORCH_ROLE", "controller")
+if "dtorch" not in sys.modules:  # a process that has the client (the tests) keeps its role, and so do its children
+    os.environ.setdefault("DTORCH_ROLE", "controller")
 
 import msgpack  # noqa: E402
 

@@ -118,7 +118,7 @@ def test_fuzz_truncation_is_refused_or_ends_between_records() -> None:
     for number in range(40):
         worker = rng.randrange(3)
         pieces.append(
-            rng.choice([op(worker, number), record(Record.PUT, worker, 1, [6, [2], None, 0, 0], b"\0" * 300)])
+            rng.choice([op(worker, number), record(Record.PUT, worker, 1, [6, [2], None, 0, 0], b"\0" * 300, 7)])
         )
     stream = b"".join(pieces)
     ends = {0}

@@ -6,6 +6,7 @@ Native code calls these functions, by name, when an operator or a wait has to ra
 from __future__ import annotations
 
 import builtins
+import re
 from typing import Any
 
 import msgpack
@@ -104,6 +105,8 @@ def _from_error(error: list[Any]) -> Exception:
         for index, death in (current.dead_workers if current else {}).items():
             if message.startswith(f"worker {index} ") or message == str(death):
                 return WorkerDied(index, death.status, death.output)
+        if found := re.match(r"worker (\d+) ", message):  # we hear of the death itself a moment later
+            return WorkerDied(int(found[1]), message, "")
     text = [f"{op}{shapes} failed on worker {worker}: {type_name}: {message}", f"  issued at {where}"]
     text += [f'    called from File "{f}", line {line}, in {name}' for f, line, name in _outer(stack, own)]
     if kind == "internal":

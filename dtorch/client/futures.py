@@ -4,8 +4,9 @@ A future is a request's number and what to do when it is answered. The reply thr
 and calls :func:`completed`; waiting in asyncio goes through ``loop.call_soon_threadsafe``, which wakes the loop by a
 descriptor it watches. Nothing polls.
 
-FUT-1  Callbacks run once each, in the order they were added, on the reply thread or, for a value that is here already,
-       on the calling thread.
+FUT-1  Callbacks run once each, in the order they were added: on the thread ``dtorch-callbacks`` or, for a value that
+       is here already, on the calling thread. Never on the reply thread: a callback may use the device, and then it may
+       have to wait for an answer.
 FUT-2  Cancelling an ``await`` or running into a timeout leaves the future as it was: the value can still be got.
 FUT-3  Dropping a future drops its value; an answer that comes later is thrown away.
 """
@@ -13,6 +14,8 @@ FUT-3  Dropping a future drops its value; an answer that comes later is thrown a
 from __future__ import annotations
 
 import asyncio
+import os
+import queue
 import threading
 import traceback
 from collections.abc import Callable, Generator
@@ -27,6 +30,7 @@ Callback = Callable[["TensorFuture"], object]
 
 _lock = threading.Lock()
 _waiting: dict[int, tuple[TensorFuture, list[Callback]]] = {}  # by request; guarded by _lock
+_wakers: dict[int, list[Callable[[], object]]] = {}  # by request; guarded by _lock
 
 
 class TensorFuture:
@@ -81,6 +85,21 @@ class TensorFuture:
                     del _waiting[self._request]
         _call(callback, self)
 
+    def _wake_when_done(self, wake: Callable[[], object]) -> None:
+        """As add_done_callback, for our own use: ``wake`` never waits, so the reply thread may run it."""
+        assert self._request is not None
+        with _lock:
+            _wakers.setdefault(self._request, []).append(wake)
+        if _client.watch(self._request):
+            with _lock:
+                wakers = _wakers.get(self._request, [])
+                if wake not in wakers:
+                    return  # the reply thread was faster
+                wakers.remove(wake)
+                if not wakers:
+                    del _wakers[self._request]
+            wake()
+
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
         if not self.is_ready():
             loop = asyncio.get_running_loop()
@@ -90,13 +109,13 @@ class TensorFuture:
                 if not arrived.done():
                     arrived.set_result(None)
 
-            def done(_: TensorFuture) -> None:
+            def done() -> None:
                 try:
                     loop.call_soon_threadsafe(wake)
                 except RuntimeError:
                     pass  # the loop is closed: nobody awaits any more
 
-            self.add_done_callback(done)
+            self._wake_when_done(done)
             yield from arrived
         return self.get()
 
@@ -109,14 +128,38 @@ class TensorFuture:
 
 
 def completed(requests: list[int]) -> None:
-    """Run the callbacks of answered requests (on the reply thread)."""
+    """Wake who awaits the answered requests and have their callbacks run (on the reply thread)."""
     for request in requests:
         with _lock:
+            wakers = _wakers.pop(request, [])
             entry = _waiting.pop(request, None)
+        for wake in wakers:
+            wake()
         if entry is not None:
-            future, callbacks = entry
+            _callbacks.run(*entry)
+
+
+class _CallbackThread:
+    """The thread that runs callbacks; started by the first one."""
+
+    def __init__(self) -> None:
+        self._due: queue.SimpleQueue[tuple[TensorFuture, list[Callback]]] = queue.SimpleQueue()
+        self._started = False  # touched under _lock
+
+    def run(self, future: TensorFuture, callbacks: list[Callback]) -> None:
+        self._due.put((future, callbacks))
+        with _lock:
+            if self._started:
+                return
+            self._started = True
+        threading.Thread(target=self._loop, name="dtorch-callbacks", daemon=True).start()
+
+    def _loop(self) -> None:
+        while True:
+            future, callbacks = self._due.get()
             for callback in callbacks:
                 _call(callback, future)
+            del future, callbacks  # not to hold the value until the next one
 
 
 def _call(callback: Callback, future: TensorFuture) -> None:
@@ -126,4 +169,17 @@ def _call(callback: Callback, future: TensorFuture) -> None:
         traceback.print_exc()  # as concurrent.futures: a callback's failure is not the value's
 
 
+_callbacks = _CallbackThread()
+
+
+def _after_fork() -> None:
+    """A forked child has no such thread and none of the parent's futures."""
+    global _lock, _callbacks
+    _lock = threading.Lock()
+    _callbacks = _CallbackThread()
+    _waiting.clear()
+    _wakers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 engine.on_completed = completed

@@ -35,8 +35,9 @@ ScratchLease::ScratchLease(const OpInfo& info) {
   s_->refs.clear();
   s_->worker = -1;
   s_->op = info.name.c_str();
-  std::memcpy(s_->key.reserve(4), &info.number, 4);
-  s_->key.advance(4);
+  std::memcpy(s_->key.reserve(5), &info.number, 4);
+  s_->key.data()[4] = static_cast<uint8_t>(c10::typeMetaToScalarType(c10::get_default_dtype()));  // results may follow it
+  s_->key.advance(5);
 }
 
 ScratchLease::~ScratchLease() { --pool().used; }

@@ -15,6 +15,7 @@
 namespace dtorch {
 
 thread_local bool Inferring::active_ = false;
+thread_local const std::string* Inferring::structured_ = nullptr;
 
 namespace {
 
@@ -160,7 +161,8 @@ class Miniature {
     return m;
   }
   c10::IValue of(const c10::IValue& v) {
-    if (v.isTensor()) return is_ours(v.toTensor()) ? c10::IValue(of(v.toTensor())) : v;
+    if (v.isTensor() && v.toTensor().defined())
+      return is_ours(v.toTensor()) ? of(v.toTensor()) : v.toTensor().unsafeGetTensorImpl()->is_wrapped_number() ? v.toTensor() : v.toTensor().clone();
     if (v.isTensorList()) {
       auto list = v.toTensorVector();
       for (auto& t : list)
@@ -243,7 +245,7 @@ EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   }
   try {
     torch::jit::Stack stack(args.begin(), args.end());
-    Inferring inferring;
+    Inferring inferring(info.checks_itself ? &info.name : nullptr);
     at::AutoDispatchBelowADInplaceOrView below;
     info.handle.redispatchBoxed(c10::DispatchKeySet(kComposite), &stack);
     auto found = std::make_shared<Entry>();

@@ -20,6 +20,8 @@
 #include <ATen/core/stack.h>
 
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "client/encode.h"
@@ -55,12 +57,23 @@ using EntryPtr = std::shared_ptr<const Entry>;
 // While it lives, operators on this thread only infer: nothing is sent, results are lazy.
 class Inferring {
  public:
-  Inferring() : before_(active_) { active_ = true; }
-  ~Inferring() { active_ = before_; }
+  // `structured`: the operator whose structured composite runs, or null. Its out= operator is given results of the right
+  // size, empty ones included.
+  explicit Inferring(const std::string* structured)
+      : before_(active_), structured_before_(std::exchange(structured_, structured)) {
+    active_ = true;
+  }
+  ~Inferring() {
+    active_ = before_;
+    structured_ = structured_before_;
+  }
   static bool active() { return active_; }
+  static bool sizes_known(const std::string& op) { return structured_ && *structured_ == op; }
 
  private:
   bool before_;
+  const std::string* structured_before_;
+  static thread_local __attribute__((tls_model("initial-exec"))) const std::string* structured_;
   static thread_local __attribute__((tls_model("initial-exec"))) bool active_;
 };
 

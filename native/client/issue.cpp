@@ -1,6 +1,7 @@
 // See issue.h.
 #include "client/issue.h"
 
+#include <ATen/Context.h>
 #include <ATen/native/Resize.h>
 
 #include <unordered_set>
@@ -21,7 +22,24 @@ struct Naming {
   }
 };
 
+// Global switches of PyTorch that the worker must share for equal results.
+void tell_switches(Session::Writer& w, int worker) {
+  auto& state = w.worker(worker);
+  auto option = [&](const char* name, int value) {
+    w.begin(Record::OPTION, worker, 2);
+    mp::put_str(w.buf(), name);
+    mp::put_int(w.buf(), value);
+    w.end();
+  };
+  int dtype = static_cast<int>(c10::typeMetaToScalarType(c10::get_default_dtype()));
+  if (__builtin_expect(dtype != state.default_dtype, 0)) option("default_dtype", state.default_dtype = dtype);
+  const auto& context = at::globalContext();
+  int deterministic = !context.deterministicAlgorithms() ? 0 : context.deterministicAlgorithmsWarnOnly() ? 2 : 1;
+  if (__builtin_expect(deterministic != state.deterministic, 0)) option("deterministic", state.deterministic = deterministic);
+}
+
 void define(Session::Writer& w, const OpInfo& info, int worker) {
+  tell_switches(w, worker);
   auto& known = w.worker(worker).knows_op;
   if (info.number < known.size() && known[info.number]) return;
   if (known.size() <= info.number) known.resize(info.number + 64);
@@ -171,10 +189,11 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
   auto& session = Session::get();
   uint32_t site = sites::current();
   auto request = session.new_request(s.worker, site);
-  struct Forget {
-    uint64_t id;
-    ~Forget() { Session::get().forget(id); }
-  } forget{request->id};
+  struct Abandon {
+    const RequestPtr& request;
+    bool taken = false;
+    ~Abandon() { taken ? Session::get().forget(request->id) : Session::get().abandon(request); }
+  } abandon{request};
   uint64_t first = session.new_storage_ids(1 << 16);
   uint64_t seq;
   session.admit(s.worker);
@@ -216,6 +235,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
       results.push_back(read_value(in));
     }
   }
+  abandon.taken = true;
   // The last element: the geometry of each written argument now (out= arguments that were resized).
   size_t written = in.array();
   bool list_resized = false;
@@ -263,7 +283,7 @@ void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::
   } else {
     // An empty out= is one that the operator is expected to resize, to sizes that are not known here.
     for (int i : info.writes)
-      if (info.handle.schema().arguments()[static_cast<size_t>(i)].kwarg_only() && args[static_cast<size_t>(i)].isTensor() &&
+      if (!Inferring::sizes_known(info.name) && info.handle.schema().arguments()[static_cast<size_t>(i)].kwarg_only() && args[static_cast<size_t>(i)].isTensor() &&
           args[static_cast<size_t>(i)].toTensor().numel() == 0)
         throw Uninferable(false);
     // An in-place kernel checks its arguments when it runs; what a composite gives it is checked there, or by the worker.
@@ -291,6 +311,18 @@ void materialise(Session::Writer& w, StorageCtx* ctx) {
   mp::put_uint(w.buf(), ctx->site);
   ctx->lazy = false;
   w.end();
+}
+
+void check_written(const OpInfo& info, const at::Tensor& t) {
+  TORCH_CHECK(!t.defined() || is_ours(t), "Expected all tensors to be on the same device, but found at least two devices, ",
+              c10::Device(kDevice, static_cast<c10::DeviceIndex>(current_worker())), " and ", t.device(),
+              "! (when checking the argument that ", info.name, " writes)");
+}
+
+void check_written(const OpInfo& info, const c10::IValue& v) {
+  if (v.isTensor()) check_written(info, v.toTensor());
+  if (v.isTensorList())
+    for (const auto& t : v.toTensorVector()) check_written(info, t);
 }
 
 void check_running(Scratch& s) {
@@ -333,6 +365,7 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
   Encoder encode(*s, info);
   for (size_t i = 0; i < info.n_args; ++i) encode.ivalue(args[i], i);
   check_running(*s);
+  for (int i : info.writes) check_written(info, args[static_cast<size_t>(i)]);
 
   static const Entry nothing;
   const Entry* entry = &nothing;

@@ -13,6 +13,10 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack);
 // After encoding: the storages named belong to the running session; without any, an engine runs (the default one is started).
 void check_running(Scratch& s);
 
+// What an operator writes must be ours: a CPU number may stand among the arguments, but not take a result.
+void check_written(const OpInfo& info, const at::Tensor& t);
+void check_written(const OpInfo& info, const c10::IValue& v);
+
 // Writes the record; `outs` are the new tensors in the entry's order.
 void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs);
 

@@ -7,6 +7,7 @@
 #include "client/session.h"
 
 #include <poll.h>
+#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -27,6 +28,7 @@ constexpr size_t kFlushBytes = 32 * 1024, kFlushBytesBusy = 128 * 1024, kPlenty 
 
 // While records keep coming the buffer is sent by filling up, and the flusher looks less often: its waking costs too.
 constexpr long kMaxNapFactor = 4;
+constexpr int kSignalCheckMs = 200;
 constexpr int kMaxQuietChecks = 100;  // a preempted client is given this many flush intervals before we send anyway
 
 // One eventfd per thread that ever waited.
@@ -84,10 +86,23 @@ Session& Session::get() {
 void Session::attach(const SessionConfig& config) {
   if (active()) throw std::logic_error("a session is active already");
   std::lock_guard lock(mu_);
+  if (forked_) {
+    // The parent's thread does not exist here, and those that waited on the conditions neither: all three are left as
+    // they are, for they can be neither joined nor destroyed.
+    new (&flusher_thread_) std::thread;
+    new (&flusher_cv_) std::condition_variable;
+    new (&progress_cv_) std::condition_variable;
+    requests_.clear();
+  }
   config_ = config;
   owner_ = getpid();
   forked_ = false;
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { Session::get().forked_ = true; });
+  // A child made by fork finds the mutex free, and itself without a session.
+  static const int registered = pthread_atfork([] { Session::get().mu_.lock(); }, [] { Session::get().mu_.unlock(); },
+                                               [] {
+                                                 Session::get().forked_ = true;
+                                                 Session::get().mu_.unlock();
+                                               });
   (void)registered;
   state_.clear();
   state_.resize(static_cast<size_t>(config.workers));
@@ -95,7 +110,7 @@ void Session::attach(const SessionConfig& config) {
   buffered_ = 0;
   counters_ = {};
   completed_.clear();
-  inflight_ = uploading_ = 0;
+  inflight_ = uploading_ = uploads_ = 0;
   trouble_ = false;
   ended_.clear();
   flusher_stop_ = false;
@@ -161,8 +176,10 @@ void Session::flush_locked() {
   counters_.bytes += buf_.size();
   for (auto& w : state_) {
     if (!w.unsent_bytes) continue;
-    w.inflight.emplace_back(w.next_seq - 1, w.unsent_bytes);
-    inflight_.fetch_add(w.unsent_bytes, std::memory_order_relaxed);
+    if (w.dead.empty()) {
+      w.inflight.emplace_back(w.next_seq - 1, w.unsent_bytes);
+      inflight_.fetch_add(w.unsent_bytes, std::memory_order_relaxed);
+    }
     w.unsent_bytes = 0;
   }
   buf_.clear();
@@ -227,18 +244,29 @@ void Session::flusher() {
 }
 
 void Session::add_upload(Writer&, int worker, uint64_t seq, const Mapping& map) {
-  state_[static_cast<size_t>(worker)].uploads.push_back({seq, map});
+  auto& w = state_[static_cast<size_t>(worker)];
+  if (!active_.load() || !w.dead.empty()) {  // nobody will ever report progress past it
+    close(map.fd);
+    return;
+  }
+  w.uploads.push_back({seq, map});
   uploading_.fetch_add(map.size, std::memory_order_relaxed);
+  uploads_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void Session::admit_slow(int worker) {
   std::unique_lock lock(mu_);
   for (;;) {
-    if (!active_.load())
-      throw_engine_error(ended_.empty() ? "dtorch is not running; call dtorch.init() first" : ended_);
-    const auto& dead = state_[static_cast<size_t>(worker)].dead;
-    if (!dead.empty()) throw_worker_died(worker, dead);
-    if (inflight_.load() <= config_.inflight_bytes && uploading_.load() <= config_.upload_bytes) return;
+    if (!active_.load()) {
+      std::string why = ended_.empty() ? "dtorch is not running; call dtorch.init() first" : ended_;
+      lock.unlock();  // raising runs Python (SES-1)
+      throw_engine_error(why);
+    }
+    if (std::string dead = state_[static_cast<size_t>(worker)].dead; !dead.empty()) {
+      lock.unlock();
+      throw_worker_died(worker, dead);
+    }
+    if (!too_far()) return;
     flush_locked();
     ++counters_.waits;
     lock.unlock();
@@ -247,8 +275,7 @@ void Session::admit_slow(int worker) {
       std::unique_lock again(mu_);
       // Signals are looked at a few times a second while the client is held back; progress wakes it at once.
       progress_cv_.wait_for(again, std::chrono::milliseconds(200), [&] {
-        return !active_.load() || !state_[static_cast<size_t>(worker)].dead.empty() ||
-               (inflight_.load() <= config_.inflight_bytes && uploading_.load() <= config_.upload_bytes);
+        return !active_.load() || !state_[static_cast<size_t>(worker)].dead.empty() || !too_far();
       });
     }
     check_signals();
@@ -272,6 +299,7 @@ void Session::on_progress(int worker, uint64_t seq) {
     while (!w.uploads.empty() && w.uploads.front().seq <= seq) {
       done.push_back(w.uploads.front().map);
       uploading_.fetch_sub(w.uploads.front().map.size, std::memory_order_relaxed);
+      uploads_.fetch_sub(1, std::memory_order_relaxed);
       w.uploads.pop_front();
     }
     if (freed || !done.empty()) progress_cv_.notify_all();
@@ -290,6 +318,10 @@ RequestPtr Session::new_request(int worker, uint32_t site) {
   r->worker = worker;
   r->site = site;
   std::lock_guard lock(mu_);
+  // The session or the worker may have ended since admit(): nobody would answer.
+  if (!active_.load()) r->failure = ended_;
+  else r->failure = state_[static_cast<size_t>(worker)].dead;
+  if (!r->failure.empty()) r->state.store(Request::State::Failed, std::memory_order_release);
   requests_.emplace(r->id, r);
   return r;
 }
@@ -350,17 +382,19 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
         auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - clock::now()).count();
         ms = left < 0 ? 0 : static_cast<int>(std::min<long long>(left + 1, 1 << 30));
       }
+      // A signal that came just before the wait does not interrupt it: its flag is looked at now and then.
+      if (ms < 0 || ms > kSignalCheckMs) ms = kSignalCheckMs;
       pollfd item{event.fd, POLLIN, 0};
       int n = poll(&item, 1, ms);
       if (n > 0) break;
-      if (n == 0 && clock::now() < deadline) continue;
-      if (n == 0) {
-        answered = false;
-        break;
-      }
-      if (errno == EINTR && !signals_ok(released)) {  // a Python error is set
+      if (n < 0 && errno != EINTR) throw std::runtime_error(std::string("poll: ") + std::strerror(errno));
+      if (!signals_ok(released)) {  // a Python error is set
         answered = false;
         interrupted = true;
+        break;
+      }
+      if (n == 0 && timeout_s >= 0 && clock::now() >= deadline) {
+        answered = false;
         break;
       }
     }
@@ -380,6 +414,40 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
 }
 
 // --- the reply thread ------------------------------------------------------------------------------------------------
+
+// Lets go of the storages that a META reply brings.
+void Session::release_results(mp::Reader& in) {
+  int worker = static_cast<int>(in.integer());
+  auto one = [&](mp::Reader& r) {  // [storage, geometry]
+    r.array();
+    release(r.uint(), worker, 0, generation());
+    r.skip();
+  };
+  size_t n = in.array();
+  for (size_t i = 0; i + 1 < n; ++i) {  // the last element is about arguments
+    if (in.kind() != mp::Kind::Array) {
+      in.skip();
+      continue;
+    }
+    mp::Reader inside = in;
+    size_t m = inside.array();
+    if (m && inside.kind() == mp::Kind::Int) {
+      one(in);
+    } else {
+      in.array();
+      for (size_t k = 0; k < m; ++k) in.kind() == mp::Kind::Array ? one(in) : in.skip();
+    }
+  }
+}
+
+void Session::abandon(const RequestPtr& r) {
+  forget(r->id);
+  if (r->state.load() != Request::State::Done || r->reply.empty()) return;
+  mp::Reader in(r->reply.data(), r->reply.size());
+  in.array();
+  in.skip(), in.skip();
+  release_results(in);
+}
 
 bool Session::handle(zmq::Frame& frame, Received* out) {
   mp::Reader in(frame.data(), frame.size());
@@ -411,6 +479,7 @@ bool Session::handle(zmq::Frame& frame, Received* out) {
           try {
             map = open_segment(pid, fd, n);
           } catch (const std::exception& e) {
+            if (kill(pid, 0) != 0) return false;  // its maker died: WORKER_DIED answers this request (WIRE-4)
             problem = e.what();
           }
           release(token, worker, 0, generation());
@@ -423,8 +492,9 @@ bool Session::handle(zmq::Frame& frame, Received* out) {
           }
         }
       }
-      if (!r) {  // nobody asks any more (a future was dropped)
+      if (!r) {  // nobody asks any more: a future was dropped, or an ASK was interrupted and its results are nobody's
         map.unmap();
+        if (kind == Message::META) release_results(in);
         return false;
       }
       std::lock_guard lock(mu_);
@@ -480,6 +550,7 @@ void Session::worker_died(int worker, const std::string& why, std::vector<uint64
   w.inflight.clear();
   for (auto& u : w.uploads) {
     uploading_.fetch_sub(u.map.size, std::memory_order_relaxed);
+    uploads_.fetch_sub(1, std::memory_order_relaxed);
     u.map.unmap();
     close(u.map.fd);
   }

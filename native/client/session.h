@@ -38,6 +38,8 @@ struct StorageCtx;
 // Thread-local variables of the hot path: at a fixed offset, without a call to find them. They must be small and plain.
 #define DTORCH_TLS static thread_local __attribute__((tls_model("initial-exec")))
 
+constexpr size_t kMaxUploads = 256;  // under way at a time: each holds a descriptor
+
 struct IdBlock {
   uint64_t next = 0, end = 0;
 };
@@ -78,6 +80,7 @@ struct WorkerState {
   std::deque<Upload> uploads;                       // segments to close once executed (SHM-2)
   std::vector<bool> knows_op;                       // by operator number
   std::string dead;                                 // why, when the worker is gone
+  int default_dtype = 6, deterministic = 0;         // what it was told last (emit.cpp: tell_switches)
 };
 
 struct Counters {
@@ -132,10 +135,12 @@ class Session {
 
   // Throws when the session is over or the worker is dead; waits while the client is too far ahead (SES-4).
   void admit(int worker) {
-    if (__builtin_expect(inflight_.load(std::memory_order_relaxed) > config_.inflight_bytes ||
-                             uploading_.load(std::memory_order_relaxed) > config_.upload_bytes ||
-                             trouble_.load(std::memory_order_relaxed), 0))
-      admit_slow(worker);
+    if (__builtin_expect(too_far() || trouble_.load(std::memory_order_relaxed), 0)) admit_slow(worker);
+  }
+  bool too_far() const {
+    return inflight_.load(std::memory_order_relaxed) > config_.inflight_bytes ||
+           uploading_.load(std::memory_order_relaxed) > config_.upload_bytes ||
+           uploads_.load(std::memory_order_relaxed) > kMaxUploads;
   }
   void add_upload(Writer& w, int worker, uint64_t seq, const Mapping& map);
 
@@ -154,6 +159,8 @@ class Session {
   // --- requests --------------------------------------------------------------------------------------------------
   RequestPtr new_request(int worker, uint32_t site);
   RequestPtr find(uint64_t id);
+  // Forgets an ASK whose results nobody took, and lets go of them.
+  void abandon(const RequestPtr& r);
   void forget(uint64_t id);
   // Waits without the GIL until it is answered. False when `timeout_s` >= 0 passed first. Python signals are served
   // (KeyboardInterrupt comes out as a python_error).
@@ -186,6 +193,7 @@ class Session {
   void on_progress(int worker, uint64_t seq);
   void complete(const RequestPtr& r, Request::State state);
   bool handle(zmq::Frame& frame, Received* out);
+  void release_results(mp::Reader& in);
 
   SessionConfig config_;
   pid_t owner_ = 0;
@@ -209,7 +217,7 @@ class Session {
   bool flusher_idle_ = false, flusher_stop_ = false;
   std::thread flusher_thread_;
 
-  std::atomic<size_t> inflight_{0}, uploading_{0};
+  std::atomic<size_t> inflight_{0}, uploading_{0}, uploads_{0};
   std::atomic<bool> trouble_{false};  // a worker is dead or the session is over
   std::atomic<uint64_t> next_storage_{1}, next_request_{1}, next_transfer_{1};
 };

@@ -66,6 +66,7 @@ struct Unboxed<Op, R(A...)> {
     Encoder encode(*s, op);
     (encode.arg(args), ...);
     check_running(*s);
+    if constexpr (std::is_same_v<R, at::Tensor&>) check_written(op, first_argument(args...));
     const Entry* entry = find_geometry(op, s->key);
     if (__builtin_expect(!entry, 0)) {
       Issuing issuing;

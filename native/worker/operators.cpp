@@ -166,7 +166,7 @@ at::Tensor conform(const Operator& op, at::Tensor t, const Geometry& g) {
   if (__builtin_expect(impl->sizes() == c10::IntArrayRef(g.sizes) && impl->strides() == c10::IntArrayRef(g.strides) &&
                            t.scalar_type() == g.dtype && impl->storage_offset() == 0 && !t.is_conj() && !t.is_neg(), 1))
     return t;
-  TORCH_CHECK(t.sizes() == c10::IntArrayRef(g.sizes) && t.layout() == at::kStrided, op.name, " gave ", t.toString(),
+  TORCH_CHECK(t.sizes() == c10::IntArrayRef(g.sizes) && t.scalar_type() == g.dtype, op.name, " gave ", t.toString(),
               t.sizes(), " where ", c10::toString(g.dtype), c10::IntArrayRef(g.sizes),
               " was predicted (a bug of dtorch: its shape inference is wrong for this operator)");
   at::Tensor as_predicted = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);

@@ -3,7 +3,6 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Generator.h>
-#include <ATen/ops/from_blob.h>
 
 #include <unistd.h>
 
@@ -37,6 +36,23 @@ std::string text_of(const std::exception& e) {
 at::Tensor handed_over(const at::Tensor& t) {
   if (t.is_conj() || t.is_neg()) return t.resolve_conj().resolve_neg().contiguous();
   return t.is_non_overlapping_and_dense() ? t : t.contiguous();
+}
+
+// A tensor on a mapped segment, which goes when the storage does. Resizable, as any tensor of eager's.
+at::Tensor adopt(Mapping m, const Geometry& g) {
+  auto* held = new Mapping(m);
+  c10::DataPtr data(m.data, held, [](void* p) {
+    auto* mapping = static_cast<Mapping*>(p);
+    mapping->unmap();
+    delete mapping;
+  }, c10::Device(c10::DeviceType::CPU));
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(m.size),
+                                                             std::move(data), c10::GetAllocator(c10::DeviceType::CPU),
+                                                             /*resizable=*/true));
+  auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                    c10::scalarTypeToTypeMeta(g.dtype));
+  t.unsafeGetTensorImpl()->set_sizes_and_strides(g.sizes, g.strides);
+  return t;
 }
 
 size_t bytes_of(const at::Tensor& t) { return static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size()); }
@@ -312,7 +328,7 @@ void Executor::map(mp::Reader& in) {
   uint64_t site = in.uint();
   try {
     Mapping m = open_segment(pid, fd, n);
-    auto t = at::from_blob(m.data, g.sizes, g.strides, [m](void*) mutable { m.unmap(); }, at::TensorOptions().dtype(g.dtype));
+    auto t = adopt(m, g);
     made(storage, t);
   } catch (...) {
     auto cause = cause_of("internal", "an upload", "", site);
@@ -435,8 +451,9 @@ void Executor::recv_tensor(mp::Reader& in) {
     Mapping m;
     try {
       m = open_segment(pid, fd, n);
-    } catch (...) {
-      auto cause = cause_of("internal", "a copy between workers", "", site);
+    } catch (const std::exception&) {  // its maker is gone, and with it the segment
+      auto cause = make_cause("peer", "WorkerDied", "worker " + std::to_string(source) + " died before its tensor was taken",
+                              "a copy between workers", "", site);
       note_failure(cause);
       store_.poison(storage, cause);
     }
@@ -448,8 +465,7 @@ void Executor::recv_tensor(mp::Reader& in) {
     mp::put_int(out_, worker_);
     reply(out_);
     if (!m.data) return;
-    made(storage, at::from_blob(m.data, g.sizes, g.strides, [m](void*) mutable { m.unmap(); },
-                                at::TensorOptions().dtype(g.dtype)));
+    made(storage, adopt(m, g));
   } catch (...) {
     auto cause = cause_of("internal", "a copy between workers", "", site);
     note_failure(cause);
@@ -574,6 +590,7 @@ void Executor::option(mp::Reader& in) {
   int64_t value = in.integer();
   if (name == "deterministic") at::globalContext().setDeterministicAlgorithms(value != 0, value == 2);
   else if (name == "threads") at::set_num_threads(static_cast<int>(value));
+  else if (name == "default_dtype") c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<at::ScalarType>(value)));
   else if (name == "flush_denormal") at::globalContext().setFlushDenormal(value != 0);
   else if (name == "record_allocations") log_allocations_ = value != 0, log_.clear();
   else throw mp::FormatError("the worker has no option " + std::string(name));
