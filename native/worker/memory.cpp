@@ -85,6 +85,11 @@ struct Allocator final : c10::Allocator {
 
 MemoryStats& memory_stats() { return stats; }
 
+void count_memory(int64_t n) {
+  int64_t now = __atomic_add_fetch(&stats.allocated, n, __ATOMIC_RELAXED);
+  if (now > stats.peak) stats.peak = now;
+}
+
 void install_allocator() {
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   mallopt(M_TRIM_THRESHOLD, 1 << 30);

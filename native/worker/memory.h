@@ -17,5 +17,7 @@ struct MemoryStats {
 // Makes it PyTorch's CPU allocator in this process. Call before any tensor is made.
 void install_allocator();
 MemoryStats& memory_stats();
+// Counts memory that tensors hold but that the allocator did not make: adopted segments. Negative when it goes.
+void count_memory(int64_t nbytes);
 
 }  // namespace dtorch::worker

@@ -41,8 +41,10 @@ at::Tensor handed_over(const at::Tensor& t) {
 // A tensor on a mapped segment, which goes when the storage does. Resizable, as any tensor of eager's.
 at::Tensor adopt(Mapping m, const Geometry& g) {
   auto* held = new Mapping(m);
+  count_memory(static_cast<int64_t>(m.size));
   c10::DataPtr data(m.data, held, [](void* p) {
     auto* mapping = static_cast<Mapping*>(p);
+    count_memory(-static_cast<int64_t>(mapping->size));
     mapping->unmap();
     delete mapping;
   }, c10::Device(c10::DeviceType::CPU));
