@@ -18,6 +18,7 @@ The variables FAKE_PRELOAD ("hang", "fail") and FAKE_GATE (a FIFO) hold up the f
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     posix.die_with_parent(_FORK_SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     take_output(directory, f"worker-{worker}")
+    faulthandler.disable()  # PYTHONFAULTHANDLER may have enabled it: a death would print more than its orders say
     if "FAKE_GATE" in os.environ:
         with open(os.environ["FAKE_GATE"]):
             pass

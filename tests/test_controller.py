@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgpack
 import processes
@@ -225,11 +227,17 @@ def test_another_user_is_refused_at_the_log_even_where_modes_let_it_in() -> None
         command = [sys.executable, "-S", "-c", program, f"{c.directory}/log"]
         attempt = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         assert "PermissionError" in attempt.stderr
-        runtime = os.environ["XDG_RUNTIME_DIR"]
-        for path, mode in ((runtime, 0o711), (c.directory, 0o711), (f"{c.directory}/log", 0o777)):
-            os.chmod(path, mode)
-        attempt = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        os.chmod(runtime, 0o700)
+        # Every folder above the socket lets the other user through: the mode bits alone would have let it in.
+        ways = [path for path in (Path(c.directory), *Path(c.directory).parents) if not os.stat(path).st_mode & 0o001]
+        modes = {path: stat.S_IMODE(os.stat(path).st_mode) for path in ways}
+        try:
+            for path, mode in modes.items():
+                os.chmod(path, mode | 0o011)
+            os.chmod(f"{c.directory}/log", 0o777)
+            attempt = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        finally:
+            for path, mode in modes.items():
+                os.chmod(path, mode)
         assert attempt.stdout == "b''\n"
         assert "refused a process of user 65534 at the log socket" in c.errors()
 
