@@ -34,38 +34,12 @@ ScratchLease::ScratchLease(const OpInfo& info) {
   s_->key.clear();
   s_->refs.clear();
   s_->worker = -1;
-  s_->op = info.name.c_str();
   std::memcpy(s_->key.reserve(5), &info.number, 4);
   s_->key.data()[4] = static_cast<uint8_t>(c10::typeMetaToScalarType(c10::get_default_dtype()));  // results may follow it
   s_->key.advance(5);
 }
 
 ScratchLease::~ScratchLease() { --pool().used; }
-
-void put_geometry(Buffer& b, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset,
-                  int flags) {
-  bool dense = true;
-  int64_t step = 1;
-  for (size_t i = sizes.size(); i-- > 0 && dense;) {
-    dense = strides[i] == step;
-    step *= std::max<int64_t>(sizes[i], 1);
-  }
-  bool tail = offset != 0 || flags != 0;
-  mp::put_array(b, tail ? 5 : dense ? 2 : 3);
-  b.push(static_cast<uint8_t>(dtype));
-  mp::put_array(b, sizes.size());
-  for (int64_t v : sizes) mp::put_int(b, v);
-  if (dense && !tail) return;
-  if (dense) {
-    mp::put_nil(b);
-  } else {
-    mp::put_array(b, strides.size());
-    for (int64_t v : strides) mp::put_int(b, v);
-  }
-  if (!tail) return;
-  mp::put_int(b, offset);
-  mp::put_int(b, flags);
-}
 
 void put_tensor(Buffer& b, const at::TensorImpl* t, const StorageCtx* ctx) {
   if (is_first(t, ctx)) return mp::put_uint(b, ctx->id);

@@ -22,7 +22,6 @@ struct Scratch {
   Buffer key;
   c10::SmallVector<StorageCtx*, 8> refs;  // storages named; alive because the arguments are
   int worker = -1;
-  const char* op = "";
 };
 
 // The thread's scratch; nested calls (an operator issued while another is being inferred) get their own.
@@ -37,8 +36,6 @@ class ScratchLease {
   Scratch* s_;
 };
 
-void put_geometry(Buffer& b, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset,
-                  int flags);
 // A tensor as an argument: an id, or [id, geometry].
 void put_tensor(Buffer& b, const at::TensorImpl* t, const StorageCtx* ctx);
 

@@ -86,9 +86,7 @@ struct Handle final : c10::GeneratorImpl {
       w.end();
     }
     auto reply = ask_done(r);
-    mp::Reader in(reply.data(), reply.size());
-    in.array();
-    in.skip(), in.skip(), in.skip();
+    auto in = reply_body(reply);
     auto bytes = in.bin();
     auto t = at::detail::empty_cpu({static_cast<int64_t>(bytes.size())}, at::kByte);
     std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());

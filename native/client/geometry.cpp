@@ -194,29 +194,6 @@ bool has_large_integers(at::ArrayRef<c10::IValue> args) {
   return false;
 }
 
-bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
-  if (!info.in_place && !info.checks_itself && has_large_integers(args)) return false;
-  // Random operators must not draw from the program's own generator.
-  static auto* own = new at::Generator(at::detail::createCPUGenerator());
-  const auto& schema = info.handle.schema().arguments();
-  bool random = info.handle.hasTag(at::Tag::nondeterministic_seeded), takes_generator = false;
-  try {
-    Miniature miniature;
-    torch::jit::Stack stack;
-    for (size_t i = 0; i < args.size(); ++i) {
-      bool generator = schema[i].name() == "generator";
-      takes_generator = takes_generator || generator;
-      stack.push_back(generator ? c10::IValue(*own) : miniature.of(args[i]));
-    }
-    if (random && !takes_generator) return true;
-    at::AutoDispatchBelowADInplaceOrView below;
-    info.handle.callBoxed(stack);
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
 // The addmm family checks only in its kernel that the added tensor broadcasts.
 bool added_fits(const OpInfo& info, const Entry& e, at::ArrayRef<c10::IValue> args) {
   static const std::unordered_set<std::string> family{"aten::addmm", "aten::addbmm", "aten::baddbmm", "aten::addmv",
@@ -271,6 +248,29 @@ EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
 }
 
 }  // namespace
+
+bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+  if (!info.in_place && !info.checks_itself && has_large_integers(args)) return false;
+  // Random operators must not draw from the program's own generator.
+  static auto* own = new at::Generator(at::detail::createCPUGenerator());
+  const auto& schema = info.handle.schema().arguments();
+  bool random = info.handle.hasTag(at::Tag::nondeterministic_seeded), takes_generator = false;
+  try {
+    Miniature miniature;
+    torch::jit::Stack stack;
+    for (size_t i = 0; i < args.size(); ++i) {
+      bool generator = schema[i].name() == "generator";
+      takes_generator = takes_generator || generator;
+      stack.push_back(generator ? c10::IValue(*own) : miniature.of(args[i]));
+    }
+    if (random && !takes_generator) return true;
+    at::AutoDispatchBelowADInplaceOrView below;
+    info.handle.callBoxed(stack);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
 
 OutSpec make_spec(at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   OutSpec o{dtype, Dims(sizes.begin(), sizes.end()), Dims(strides.begin(), strides.end()), {}};

@@ -87,6 +87,8 @@ struct Uninferable : std::runtime_error {
 const Entry* find_geometry(const OpInfo& info, const Buffer& key);
 // Answers a miss from rule or composite kernel and remembers it; an entry with `ask` when neither can.
 const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args);
+// Runs the operator on miniature CPU tensors here; false when it raises: then only the worker can tell.
+bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args);
 // Remembers what the worker told.
 void learn_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, EntryPtr entry);
 

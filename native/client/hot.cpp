@@ -4,7 +4,6 @@
 #include "client/unboxed.h"
 
 #include <ATen/ops/_softmax_ops.h>
-#include <ATen/ops/_to_copy_ops.h>
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/addcdiv_ops.h>
 #include <ATen/ops/addcmul_ops.h>
@@ -19,7 +18,6 @@
 #include <ATen/ops/eq_ops.h>
 #include <ATen/ops/exp_ops.h>
 #include <ATen/ops/gelu_ops.h>
-#include <ATen/ops/index_ops.h>
 #include <ATen/ops/lerp_ops.h>
 #include <ATen/ops/mean_ops.h>
 #include <ATen/ops/mm_ops.h>

@@ -4,7 +4,6 @@
 #include <ATen/Context.h>
 #include <ATen/native/Resize.h>
 
-#include <unordered_set>
 
 #include "client/python_error.h"
 #include "client/sites.h"
@@ -12,15 +11,6 @@
 namespace dtorch {
 
 namespace {
-
-// What every record that names storages does under the writer's lock.
-struct Naming {
-  Session::Writer& w;
-  void lazy(at::ArrayRef<StorageCtx*> refs) {
-    for (auto* ctx : refs)
-      if (__builtin_expect(ctx->lazy, 0)) materialise(w, ctx);
-  }
-};
 
 // Global switches of PyTorch that the worker must share for equal results.
 void tell_switches(Session::Writer& w, int worker) {
@@ -36,6 +26,11 @@ void tell_switches(Session::Writer& w, int worker) {
   const auto& context = at::globalContext();
   int deterministic = !context.deterministicAlgorithms() ? 0 : context.deterministicAlgorithmsWarnOnly() ? 2 : 1;
   if (__builtin_expect(deterministic != state.deterministic, 0)) option("deterministic", state.deterministic = deterministic);
+}
+
+void materialise_all(Session::Writer& w, const Scratch& s) {
+  for (auto* ctx : s.refs)
+    if (__builtin_expect(ctx->lazy, 0)) materialise(w, ctx);
 }
 
 void define(Session::Writer& w, const OpInfo& info, int worker) {
@@ -86,16 +81,8 @@ at::Tensor read_made(mp::Reader& in, int worker, uint64_t seq) {
   if (in.try_nil()) return at::Tensor();
   in.array();
   uint64_t id = in.uint();
-  size_t n = in.array();
-  auto dtype = static_cast<at::ScalarType>(in.integer());
-  Dims sizes, strides;
-  for (size_t i = in.array(); i-- > 0;) sizes.push_back(in.integer());
-  if (n > 2 && !in.try_nil())
-    for (size_t i = in.array(); i-- > 0;) strides.push_back(in.integer());
-  else
-    strides = row_major(sizes);
-  for (size_t i = 3; i < n; ++i) in.skip();
-  auto t = make_tensor(worker, dtype, sizes, strides);
+  auto g = read_geometry(in);
+  auto t = make_tensor(worker, g.dtype, g.sizes, g.strides);
   auto* ctx = ctx_of(t);
   ctx->id = id;
   ctx->lazy = false;
@@ -123,12 +110,8 @@ c10::IValue read_value(mp::Reader& in) {
 
 // Takes the geometry that an operator gave to a tensor it wrote; true when it changed.
 bool follow(mp::Reader& in, int arg, const at::Tensor& t) {
-  size_t fields = in.array();
-  in.skip();
-  Rewrite r{arg, {}, {}};
-  for (size_t k = in.array(); k-- > 0;) r.sizes.push_back(in.integer());
-  for (size_t k = in.array(); k-- > 0;) r.strides.push_back(in.integer());
-  for (size_t k = 3; k < fields; ++k) in.skip();
+  auto g = read_geometry(in);
+  Rewrite r{arg, std::move(g.sizes), std::move(g.strides)};
   if (!t.defined() || !is_ours(t)) return false;
   if (t.sizes() == c10::IntArrayRef(r.sizes) && t.strides() == c10::IntArrayRef(r.strides)) return false;
   rewrite(t, r, is_first(t.unsafeGetTensorImpl(), ctx_of(t)));
@@ -200,7 +183,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
   {
     Session::Writer w(session);
     define(w, info, s.worker);
-    Naming{w}.lazy(s.refs);
+    materialise_all(w, s);
     seq = w.begin(Record::ASK, s.worker, 5);
     mp::put_uint(w.buf(), request->id);
     mp::put_uint(w.buf(), info.number);
@@ -215,9 +198,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
     if (request->reply.empty()) throw_failure({}, request->failure, s.worker);
     throw_remote(request->reply, /*at_call=*/true);
   }
-  mp::Reader in(request->reply.data(), request->reply.size());
-  in.array();
-  in.skip(), in.skip(), in.skip();
+  auto in = reply_body(request->reply);
   size_t n = in.array();
   TORCH_CHECK(n == info.returns.size() + 1, "dtorch: ", info.name, " came back with ", n, " results");
   std::vector<c10::IValue> results;
@@ -255,14 +236,6 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
   for (auto& r : results) stack->push_back(std::move(r));
 }
 
-// In-place operators that cannot fail by the shapes a composite hands them.
-bool harmless(const std::string& name) {
-  static const std::unordered_set<std::string> names{
-      "aten::fill_",    "aten::zero_",      "aten::copy_",   "aten::masked_fill_", "aten::normal_",      "aten::uniform_",
-      "aten::random_",  "aten::bernoulli_", "aten::cauchy_", "aten::geometric_",   "aten::exponential_", "aten::log_normal_"};
-  return names.count(name) != 0;
-}
-
 // While inferring: results without records. In-place and out= operators have nothing to tell.
 void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args) {
   if (info.asks) throw Uninferable(true);
@@ -286,10 +259,8 @@ void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::
       if (!Inferring::sizes_known(info.name) && info.handle.schema().arguments()[static_cast<size_t>(i)].kwarg_only() && args[static_cast<size_t>(i)].isTensor() &&
           args[static_cast<size_t>(i)].toTensor().numel() == 0)
         throw Uninferable(false);
-    // An in-place kernel checks its arguments when it runs; what a composite gives it is checked there, or by the worker.
-    bool in_place = !info.writes.empty() && !info.handle.schema().arguments()[static_cast<size_t>(info.writes[0])].kwarg_only();
-    bool by_scalar = info.name != "aten::masked_fill_" || info.overload == "Scalar";
-    if (in_place && !info.checks_itself && !info.composite && !(harmless(info.name) && by_scalar)) throw Uninferable(false);
+    // What an in-place kernel would refuse, the composite must not pass over.
+    if (info.in_place && !rehearse(info, args)) throw Uninferable(false);
     for (const auto& r : info.returns) results.push_back(args[static_cast<size_t>(r.arg)]);
   }
   torch::jit::drop(*stack, info.n_args);
@@ -338,7 +309,7 @@ void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::T
   session.admit(s.worker);
   Session::Writer w(session);
   define(w, info, s.worker);
-  Naming{w}.lazy(s.refs);
+  materialise_all(w, s);
   uint64_t seq = w.begin(Record::OP, s.worker, 4);
   auto& b = w.buf();
   mp::put_uint(b, info.number);

@@ -62,6 +62,14 @@ struct Request {
 };
 using RequestPtr = std::shared_ptr<Request>;
 
+// What stands in a reply after [kind, request, worker].
+inline mp::Reader reply_body(const std::string& reply) {
+  mp::Reader in(reply.data(), reply.size());
+  in.array();
+  in.skip(), in.skip(), in.skip();
+  return in;
+}
+
 struct SessionConfig {
   zmq::Api api{};
   void* push = nullptr;
@@ -220,6 +228,12 @@ class Session {
   std::atomic<size_t> inflight_{0}, uploading_{0}, uploads_{0};
   std::atomic<bool> trouble_{false};  // a worker is dead or the session is over
   std::atomic<uint64_t> next_storage_{1}, next_request_{1}, next_transfer_{1};
+};
+
+// RAII: the request is forgotten at the end of the scope, whatever ends it.
+struct ForgetAtEnd {
+  const RequestPtr& request;
+  ~ForgetAtEnd() { Session::get().forget(request->id); }
 };
 
 // RAII: one thread is inside an operator call that takes its time (a geometry miss).

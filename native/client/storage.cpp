@@ -101,16 +101,6 @@ bool is_first(const at::TensorImpl* t, const StorageCtx* ctx) {
   return !t->is_conj() && !t->is_neg();
 }
 
-Dims row_major(c10::IntArrayRef sizes) {
-  Dims strides(sizes.size());
-  int64_t step = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = step;
-    step *= std::max<int64_t>(sizes[i], 1);
-  }
-  return strides;
-}
-
 size_t storage_bytes(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset, size_t itemsize) {
   int64_t last = offset;
   for (size_t i = 0; i < sizes.size(); ++i) {

@@ -11,21 +11,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
-#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 
 #include "client/session.h"
+#include "common/geometry.h"
 
 namespace dtorch {
-
-using Dims = c10::SmallVector<int64_t, 5>;
-
-struct Geometry {
-  at::ScalarType dtype = at::kFloat;
-  Dims sizes, strides;
-  int64_t offset = 0;
-};
 
 struct StorageCtx {
   uint64_t id = 0;
@@ -53,7 +45,6 @@ bool is_first(const at::TensorImpl* t, const StorageCtx* ctx);
 at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides);
 at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes);  // row-major
 
-Dims row_major(c10::IntArrayRef sizes);
 // Bytes from the storage's start to the last element.
 size_t storage_bytes(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset, size_t itemsize);
 

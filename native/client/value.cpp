@@ -3,7 +3,6 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 
 #include "client/issue.h"
 #include "client/python_error.h"
@@ -141,23 +140,14 @@ RequestPtr fetch(const at::Tensor& t) {
 
 at::Tensor value_of(const RequestPtr& r) {
   if (r->state.load() == Request::State::Failed) throw_failure(r->reply, r->failure, r->worker);
-  mp::Reader in(r->reply.data(), r->reply.size());
-  in.array();
-  in.skip(), in.skip(), in.skip();
-  size_t fields = in.array();
-  auto dtype = static_cast<at::ScalarType>(in.integer());
-  Dims sizes, strides;
-  for (size_t i = in.array(); i-- > 0;) sizes.push_back(in.integer());
-  if (fields > 2 && !in.try_nil())
-    for (size_t i = in.array(); i-- > 0;) strides.push_back(in.integer());
-  else
-    strides = row_major(sizes);
-  for (size_t i = 3; i < fields; ++i) in.skip();
-  if (r->mapping.data) {
-    auto keep = r;  // the mapping lives as long as the tensor
-    return at::from_blob(r->mapping.data, sizes, strides, [keep](void*) {}, at::TensorOptions().dtype(dtype));
+  auto in = reply_body(r->reply);
+  auto g = read_geometry(in);
+  if (r->mapping.data) {  // the mapping lives as long as the request, and that as long as the tensor
+    auto* held = new RequestPtr(r);
+    return adopt({r->mapping.data, held, [](void* p) { delete static_cast<RequestPtr*>(p); }, c10::Device(c10::DeviceType::CPU)},
+                 r->mapping.size, g);
   }
-  auto out = at::detail::empty_strided_cpu(sizes, strides, dtype);
+  at::Tensor out = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
   auto bytes = in.bin();
   size_t n = static_cast<size_t>(out.numel()) * out.element_size();
   TORCH_CHECK(bytes.size() == n, "dtorch: a value of ", n, " bytes came with ", bytes.size());
@@ -167,10 +157,7 @@ at::Tensor value_of(const RequestPtr& r) {
 
 at::Tensor fetch_now(const at::Tensor& t) {
   auto r = fetch(t);
-  struct Forget {
-    uint64_t id;
-    ~Forget() { Session::get().forget(id); }
-  } forget{r->id};
+  ForgetAtEnd forget{r};
   Session::get().wait(r);
   return value_of(r);
 }
@@ -201,10 +188,7 @@ void copy(const at::Tensor& src, const at::Tensor& dst) {
 }
 
 std::string ask_done(const RequestPtr& r) {
-  struct Forget {
-    uint64_t id;
-    ~Forget() { Session::get().forget(id); }
-  } forget{r->id};
+  ForgetAtEnd forget{r};
   Session::get().wait(r);
   if (r->state.load() == Request::State::Failed) throw_failure(r->reply, r->failure, r->worker);
   return r->reply;

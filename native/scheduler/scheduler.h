@@ -35,7 +35,7 @@ struct Part {
   uint64_t count = 0;          // sequenced records
   uint64_t release_count = 0;  // RELEASE records
   size_t record_bytes = 0, release_bytes = 0;
-  std::vector<Run> records, releases;
+  std::vector<Run> records{}, releases{};
 };
 
 // What has gone through for one worker since the start.

@@ -16,36 +16,6 @@ Slot& Store::at(uint64_t id) {
   return *s;
 }
 
-Geometry read_geometry(mp::Reader& in) {
-  Geometry g;
-  size_t fields = in.array();
-  g.dtype = static_cast<at::ScalarType>(in.integer());
-  for (size_t i = in.array(); i-- > 0;) g.sizes.push_back(in.integer());
-  if (fields > 2 && !in.try_nil()) {
-    g.row_major = false;
-    for (size_t i = in.array(); i-- > 0;) g.strides.push_back(in.integer());
-  } else {
-    g.strides.resize(g.sizes.size());
-    int64_t step = 1;
-    for (size_t i = g.sizes.size(); i-- > 0;) {
-      g.strides[i] = step;
-      step *= std::max<int64_t>(g.sizes[i], 1);
-    }
-  }
-  if (fields > 3) g.offset = in.integer();
-  if (fields > 4) g.flags = static_cast<int>(in.integer());
-  return g;
-}
-
-void put_geometry(Buffer& b, const at::Tensor& t) {
-  mp::put_array(b, 3);
-  mp::put_int(b, static_cast<int64_t>(t.scalar_type()));
-  mp::put_array(b, static_cast<size_t>(t.dim()));
-  for (int64_t v : t.sizes()) mp::put_int(b, v);
-  mp::put_array(b, static_cast<size_t>(t.dim()));
-  for (int64_t v : t.strides()) mp::put_int(b, v);
-}
-
 at::Tensor view_of(const at::Tensor& first, const Geometry& g) {
   auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(first.unsafeGetTensorImpl()->unsafe_storage()),
                                                     c10::DispatchKeySet(c10::DispatchKey::CPU),
@@ -79,7 +49,6 @@ at::Tensor Decoder::tensor() {
     case mp::Kind::Nil: in_.skip(); return at::Tensor();
     case mp::Kind::Int: {
       uint64_t id = in_.uint();
-      storages_.push_back(id);
       auto& s = store_.at(id);
       if (__builtin_expect(s.poison != nullptr, 0)) {
         if (!poison_) poison_ = s.poison;
@@ -90,7 +59,6 @@ at::Tensor Decoder::tensor() {
     case mp::Kind::Array: {
       in_.array();
       uint64_t id = in_.uint();
-      storages_.push_back(id);
       auto g = read_geometry(in_);
       auto& s = store_.at(id);
       if (__builtin_expect(s.poison != nullptr, 0)) {

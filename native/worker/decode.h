@@ -6,25 +6,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
-#include <c10/util/SmallVector.h>
 
-#include "common/msgpack.h"
+#include "common/geometry.h"
 #include "worker/store.h"
 
 namespace dtorch::worker {
-
-using Dims = c10::SmallVector<int64_t, 5>;
-
-struct Geometry {
-  at::ScalarType dtype = at::kFloat;
-  Dims sizes, strides;
-  int64_t offset = 0;
-  int flags = 0;
-  bool row_major = true;  // strides were left out
-};
-
-Geometry read_geometry(mp::Reader& in);
-void put_geometry(Buffer& b, const at::Tensor& t);
 
 // A tensor on an existing storage.
 at::Tensor view_of(const at::Tensor& first, const Geometry& g);
@@ -49,8 +35,6 @@ class Decoder {
 
   mp::Reader& in() { return in_; }
   const CausePtr& poison() const { return poison_; }
-  // The storage of the i-th tensor argument read, in order; for poisoning what a failed operator writes.
-  const c10::SmallVector<uint64_t, 8>& storages() const { return storages_; }
   bool lazy_bits() const { return lazy_bits_; }  // some argument is a conjugate or negative view
 
  private:
@@ -60,7 +44,6 @@ class Decoder {
   Store& store_;
   Generators& generators_;
   CausePtr poison_;
-  c10::SmallVector<uint64_t, 8> storages_;
   bool lazy_bits_ = false;
 };
 

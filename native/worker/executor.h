@@ -90,6 +90,7 @@ class Executor {
   void payload(Buffer& b, const at::Tensor& t);  // appends inline bytes or a segment
   void made(uint64_t storage, at::Tensor t);
   void note_failure(const CausePtr& cause);
+  void poison(uint64_t storage, const CausePtr& cause);  // noted as a failure to report
 
   const zmq::Api& api_;
   void* socket_;

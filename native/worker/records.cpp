@@ -38,24 +38,21 @@ at::Tensor handed_over(const at::Tensor& t) {
   return t.is_non_overlapping_and_dense() ? t : t.contiguous();
 }
 
-// A tensor on a mapped segment, which goes when the storage does. Resizable, as any tensor of eager's.
-at::Tensor adopt(Mapping m, const Geometry& g) {
-  auto* held = new Mapping(m);
+// A tensor on a mapped segment, which goes when the storage does.
+at::Tensor adopt_counted(const Mapping& m, const Geometry& g) {
   count_memory(static_cast<int64_t>(m.size));
-  c10::DataPtr data(m.data, held, [](void* p) {
-    auto* mapping = static_cast<Mapping*>(p);
-    count_memory(-static_cast<int64_t>(mapping->size));
-    mapping->unmap();
-    delete mapping;
-  }, c10::Device(c10::DeviceType::CPU));
-  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(m.size),
-                                                             std::move(data), c10::GetAllocator(c10::DeviceType::CPU),
-                                                             /*resizable=*/true));
-  auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                    c10::scalarTypeToTypeMeta(g.dtype));
-  t.unsafeGetTensorImpl()->set_sizes_and_strides(g.sizes, g.strides);
-  return t;
+  return adopt({m.data, new Mapping(m),
+                [](void* p) {
+                  auto* mapping = static_cast<Mapping*>(p);
+                  count_memory(-static_cast<int64_t>(mapping->size));
+                  mapping->unmap();
+                  delete mapping;
+                },
+                c10::Device(c10::DeviceType::CPU)},
+               m.size, g);
 }
+
+void put_geometry(Buffer& b, const at::Tensor& t) { dtorch::put_geometry(b, t.scalar_type(), t.sizes(), t.strides()); }
 
 size_t bytes_of(const at::Tensor& t) { return static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size()); }
 
@@ -94,6 +91,11 @@ void Executor::note_failure(const CausePtr& cause) {
   if (!cause->reported) failures_.push_back(cause);
   constexpr size_t kKept = 1000;  // unreported causes; the first ones matter
   if (failures_.size() > kKept) failures_.pop_back();
+}
+
+void Executor::poison(uint64_t storage, const CausePtr& cause) {
+  note_failure(cause);
+  store_.poison(storage, cause);
 }
 
 void Executor::answer_error(uint64_t request, const CausePtr& cause) {
@@ -299,9 +301,7 @@ void Executor::alloc(mp::Reader& in) {
     }
     made(storage, t);
   } catch (...) {
-    auto cause = cause_of("internal", "an allocation", "(" + std::to_string(nbytes) + " bytes)", site);
-    note_failure(cause);
-    store_.poison(storage, cause);
+    poison(storage, cause_of("internal", "an allocation", "(" + std::to_string(nbytes) + " bytes)", site));
   }
 }
 
@@ -316,9 +316,7 @@ void Executor::put(mp::Reader& in) {
     std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
     made(storage, t);
   } catch (...) {
-    auto cause = cause_of("internal", "an upload", "", site);
-    note_failure(cause);
-    store_.poison(storage, cause);
+    poison(storage, cause_of("internal", "an upload", "", site));
   }
 }
 
@@ -329,13 +327,9 @@ void Executor::map(mp::Reader& in) {
   size_t n = in.uint();
   uint64_t site = in.uint();
   try {
-    Mapping m = open_segment(pid, fd, n);
-    auto t = adopt(m, g);
-    made(storage, t);
+    made(storage, adopt_counted(open_segment(pid, fd, n), g));
   } catch (...) {
-    auto cause = cause_of("internal", "an upload", "", site);
-    note_failure(cause);
-    store_.poison(storage, cause);
+    poison(storage, cause_of("internal", "an upload", "", site));
   }
 }
 
@@ -421,8 +415,7 @@ void Executor::recv_tensor(mp::Reader& in) {
     auto dead = dead_peers_.find(source);
     if (dead != dead_peers_.end()) {
       auto cause = make_cause("peer", "WorkerDied", dead->second, "a copy between workers", "", site);
-      note_failure(cause);
-      return store_.poison(storage, cause);
+      return poison(storage, cause);
     }
     if (exit_ || !wait_readable()) return;
     drain();
@@ -456,8 +449,7 @@ void Executor::recv_tensor(mp::Reader& in) {
     } catch (const std::exception&) {  // its maker is gone, and with it the segment
       auto cause = make_cause("peer", "WorkerDied", "worker " + std::to_string(source) + " died before its tensor was taken",
                               "a copy between workers", "", site);
-      note_failure(cause);
-      store_.poison(storage, cause);
+      poison(storage, cause);
     }
     out_.clear();
     mp::put_array(out_, 4);
@@ -467,11 +459,9 @@ void Executor::recv_tensor(mp::Reader& in) {
     mp::put_int(out_, worker_);
     reply(out_);
     if (!m.data) return;
-    made(storage, adopt(m, g));
+    made(storage, adopt_counted(m, g));
   } catch (...) {
-    auto cause = cause_of("internal", "a copy between workers", "", site);
-    note_failure(cause);
-    store_.poison(storage, cause);
+    poison(storage, cause_of("internal", "a copy between workers", "", site));
   }
 }
 
@@ -489,9 +479,7 @@ void Executor::resize(mp::Reader& in) {
     impl->set_data_ptr_noswap(std::move(data));
     impl->set_nbytes(nbytes);
   } catch (...) {
-    auto cause = cause_of("internal", "resize_", "", 0);
-    note_failure(cause);
-    store_.poison(storage, cause);
+    poison(storage, cause_of("internal", "resize_", "", 0));
   }
 }
 
