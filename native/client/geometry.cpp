@@ -154,9 +154,10 @@ class Miniature {
     Dims sizes;
     for (int64_t n : t.sizes()) sizes.push_back(n <= 2 ? n : small_.emplace(n, 2 + static_cast<int64_t>(small_.size())).first->second);
     at::Tensor m = at::detail::empty_cpu(sizes, t.scalar_type());
-    // Integers are 0, for they may be indices; the rest is 1.
-    bool index = c10::isIntegralType(t.scalar_type(), /*includeBool=*/false);
-    m.fill_(index ? 0 : 1);
+    // Integers are 0, for they may be indices; complex numbers are not real, so that what would drop the imaginary part
+    // shows; the rest is 1.
+    if (c10::isComplexType(t.scalar_type())) m.fill_(c10::complex<double>(1, 1));
+    else m.fill_(c10::isIntegralType(t.scalar_type(), /*includeBool=*/false) ? 0 : 1);
     if (t.unsafeGetTensorImpl()->is_wrapped_number()) m.unsafeGetTensorImpl()->set_wrapped_number(true);
     return m;
   }

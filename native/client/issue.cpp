@@ -4,7 +4,6 @@
 #include <ATen/Context.h>
 #include <ATen/native/Resize.h>
 
-
 #include "client/python_error.h"
 #include "client/sites.h"
 
@@ -256,8 +255,8 @@ void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::
   } else {
     // An empty out= is one that the operator is expected to resize, to sizes that are not known here.
     for (int i : info.writes)
-      if (!Inferring::sizes_known(info.name) && info.handle.schema().arguments()[static_cast<size_t>(i)].kwarg_only() && args[static_cast<size_t>(i)].isTensor() &&
-          args[static_cast<size_t>(i)].toTensor().numel() == 0)
+      if (!Inferring::sizes_known(info.name) && info.handle.schema().arguments()[static_cast<size_t>(i)].kwarg_only() &&
+          args[static_cast<size_t>(i)].isTensor() && args[static_cast<size_t>(i)].toTensor().numel() == 0)
         throw Uninferable(false);
     // What an in-place kernel would refuse, the composite must not pass over.
     if (info.in_place && !rehearse(info, args)) throw Uninferable(false);
