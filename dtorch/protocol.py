@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Final
 
 #: Raised on every change of a message or record. A changelog line goes with it.
-VERSION: Final = 1
+VERSION: Final = 2
 
 #: Values up to this many bytes travel inside a message; larger ones as a descriptor of a shared segment.
 INLINE_BYTES: Final = 64 * 1024
@@ -103,7 +103,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.EXIT: "Leave now.",
     Message.WORKER_HELLO: "A worker's first message; it is ready for records.",
     Message.TRANSFER: "The tensor of a SEND; the controller passes it to `dest` as INCOMING.",
-    Message.TRANSFER_DONE: "`dest` has taken the tensor; `source` may let go of the segment.",
+    Message.TRANSFER_DONE: "`dest` needs the lent memory no longer; `source` may use it again.",
     Message.PROGRESS: "All sequenced records up to `executed_seq` have been executed; opens the client's window.",
     Message.VALUE: "The answer to FETCH: the elements in row-major order.",
     Message.META: "The answer to ASK: what the operator returned.",
@@ -176,25 +176,26 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.RNG_SET: "Set the generator's state from bytes.",
     Record.SYNC: "Answer with DONE when all before it has been executed, or ERROR with the first unreported failure.",
     Record.RESIZE: "Resize a storage to `nbytes`, keeping its bytes (as untyped_storage().resize_).",
-    Record.STATS: "Answer with DONE carrying counters: `memory`, or `reset_peak`, or `log` (allocations since asked).",
-    Record.OPTION: "Set a numeric switch: `deterministic`, `threads`, `flush_denormal`, `record_allocations`.",
+    Record.STATS: "Answer with DONE: counters for `memory`, `reset_peak`, `empty_cache` (after it); rows for `log`, `live`.",
+    Record.OPTION: "Set a number: `memory_limit`, `lookahead_us`, `record_allocations`, `deterministic`, `threads`, ...",
 }
 
 #: Fields of the arrays nested in records and messages.
 #: geometry  strides and offset may be nil (row-major, 0); sizes and strides count elements.
 #: tensor    a storage id where the tensor is the storage's first geometry, else a view: [storage, geometry].
-#: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD, maps it and then releases `token`
-#:           (a RELEASE with that number as its storage) so that the owner closes it.
+#: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD and maps `nbytes` from `offset`
+#:           privately. The owner leaves them as they are until `token` is released (by a RELEASE with that number as
+#:           its storage, or TRANSFER_DONE), which the receiver does when its mapping ends.
 #: error     see dtorch.errors.RemoteError; `shapes` is text; `site` a client-side number for the source line;
 #:           `kind` is "op" (the program's mistake), "call" (the same, in answer to the ASK that made it), "memory",
-#:           "internal" or "peer".
+#:           "internal" or "peer"; `held` is nil but for "memory": the largest tensors, [bytes, text, site] each.
 #: returns   one per result: [storage, geometry] | [[storage, geometry], ...] | scalar | nil (an argument comes back);
 #:           then one more: per written argument the geometries of its tensors now (out= arguments are resized).
 STRUCT_FIELDS: Final[dict[str, str]] = {
     "geometry": "dtype sizes strides offset flags",
     "view": "storage geometry",
     "segment": "pid fd offset nbytes token",
-    "error": "kind type message op shapes site worker",
+    "error": "kind type message op shapes site worker held",
 }
 
 #: Bits of geometry.flags.

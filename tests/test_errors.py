@@ -586,18 +586,29 @@ def test_a_worker_that_is_not_there_is_told() -> None:
 
 def test_a_worker_that_cannot_allocate_lives_on() -> None:
     x = dtorch.ones(3)
-    y = torch.exp(dtorch.zeros(1).expand(1 << 44)).sum()
+    n = dtorch.worker_stats()["machine"] // 4 - 1024  # float32: all the memory there is
+    y = torch.exp(dtorch.zeros(1).expand(n)).sum()
     issued = line() - 1
     with pytest.raises(dtorch.OutOfMemoryError) as caught:
         y.cpu()
     assert isinstance(caught.value, MemoryError)
     assert caught.value.op == "aten::exp"
     assert (caught.value.filename, caught.value.lineno) == (__file__, issued)
+    assert f"tried to allocate {4 * n} bytes" in str(caught.value)
     with pytest.raises(dtorch.OutOfMemoryError) as caught:
-        dtorch.zeros(1 << 44).sum().item()
+        dtorch.zeros(n).sum().item()
     issued = line() - 1
     assert (caught.value.filename, caught.value.lineno) == (__file__, issued)
     assert (x + 1).tolist() == [2.0] * 3
+
+
+def test_a_tensor_larger_than_the_machine_is_refused_at_once() -> None:
+    with pytest.raises(
+        dtorch.OutOfMemoryError, match=rf"a tensor of {4 << 44} bytes cannot be: the machine has \d+ bytes"
+    ):
+        dtorch.empty(1 << 44)
+    with pytest.raises(MemoryError):
+        dtorch.ones(1).expand(1 << 44) + 1
 
 
 def test_values_are_still_eagers_after_all_that() -> None:

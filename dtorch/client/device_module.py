@@ -6,32 +6,30 @@ Everything here is also reachable as ``dtorch.X``.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import msgpack
 import torch
 
 from dtorch import _client
-from dtorch.client import lifecycle
-
-Device = torch.device | str | int | None
+from dtorch.client import lifecycle, memory
+from dtorch.client.lifecycle import Device, index_of
 
 device_count = lifecycle.device_count
 init = lifecycle.init
 is_initialized = lifecycle.is_initialized
 
-
-def _index(device: Device) -> int:
-    if device is None:
-        return _client.current_device()
-    if isinstance(device, int):
-        return device
-    d = torch.device(device)
-    if d.type != "dtorch":
-        raise ValueError(f"expected a dtorch device, not {d}")
-    return _client.current_device() if d.index is None else d.index
+empty_cache = memory.empty_cache
+get_per_process_memory_fraction = memory.get_per_process_memory_fraction
+max_memory_allocated = memory.max_memory_allocated
+max_memory_reserved = memory.max_memory_reserved
+mem_get_info = memory.mem_get_info
+memory_allocated = memory.memory_allocated
+memory_reserved = memory.memory_reserved
+memory_stats = memory.memory_stats
+memory_summary = memory.memory_summary
+reset_peak_memory_stats = memory.reset_peak_memory_stats
+set_per_process_memory_fraction = memory.set_per_process_memory_fraction
 
 
 def is_available() -> bool:
@@ -47,7 +45,7 @@ def current_device() -> int:
 def set_device(device: Device) -> None:
     """Make a device (index, "dtorch:i" or torch.device) the current one. Raises RuntimeError when there is none."""
     lifecycle.running()
-    _client.set_device(_index(device))
+    _client.set_device(index_of(device))
 
 
 @contextlib.contextmanager
@@ -83,7 +81,7 @@ def synchronize(device: Device = None) -> None:
     """
     if not is_initialized():
         return
-    for i in range(device_count()) if device is None else (_index(device),):
+    for i in range(device_count()) if device is None else (index_of(device),):
         _client.synchronize(i)
 
 
@@ -101,7 +99,7 @@ def manual_seed_all(seed: int) -> None:
 def default_generator(device: Device = None) -> torch.Generator:
     """The default generator of a device."""
     lifecycle.running()
-    generator: torch.Generator = _client.default_generator(_index(device))
+    generator: torch.Generator = _client.default_generator(index_of(device))
     return generator
 
 
@@ -135,60 +133,6 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
-def worker_stats(device: Device = None) -> dict[str, int]:
-    """Counters of a worker, in bytes and numbers of things, at this point of the program. Waits for the worker.
-
-    ``allocated``, ``peak``: bytes that tensors and operators' workspace hold now, and at most since the last reset;
-    ``storages``: storages held; ``executed``, ``received``: records; ``blocks``, ``allocations``: blocks held, ever
-    made; ``exported``: segments that a reader has not mapped yet.
-    """
-    lifecycle.running()
-    return dict(_stats(device, "memory"))
-
-
-def _stats(device: Device, what: str) -> list[Any]:
-    rows: list[Any] = msgpack.unpackb(_client.stats(_index(device), what))[3]
-    return rows
-
-
-def memory_allocated(device: Device = None) -> int:
-    """Bytes held on a device's worker (as torch.cuda.memory_allocated); waits for it."""
-    return worker_stats(device)["allocated"]
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    """The most bytes held since the start or the last reset (as torch.cuda.max_memory_allocated); waits for it."""
-    return worker_stats(device)["peak"]
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    """Start the count of max_memory_allocated anew (as torch.cuda.reset_peak_memory_stats)."""
-    lifecycle.running()
-    _stats(device, "reset_peak")
-
-
-def empty_cache() -> None:
-    """Nothing to do: CPU workers keep freed memory in the C library's heap."""
-
-
 def stream(_: Any) -> contextlib.AbstractContextManager[None]:
     """A worker has one stream; choosing it changes nothing."""
     return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def allocation_log(device: Device = None) -> Iterator[list[tuple[int, int, int]]]:
-    """Record what a worker's storages do inside the block: rows (record number, storage id, bytes, or -1 when freed).
-
-    The list is filled when the block ends, after waiting for the worker. For tests and memory reports.
-    """
-    lifecycle.running()
-    index = _index(device)
-    rows: list[tuple[int, int, int]] = []
-    _client.option(index, "record_allocations", 1)
-    try:
-        yield rows
-    finally:
-        _client.synchronize(index)
-        rows.extend(itertools.starmap(lambda seq, storage, nbytes: (seq, storage, nbytes), _stats(index, "log")))
-        _client.option(index, "record_allocations", 0)

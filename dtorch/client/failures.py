@@ -38,6 +38,11 @@ def at_call(frame: bytes) -> Exception:
     return linalg(message) if type_name == "LinAlgError" else known(message)
 
 
+def too_large(n: int, most: int) -> Exception:
+    """A tensor that no worker of this machine can hold."""
+    return OutOfMemoryError(f"a tensor of {n} bytes cannot be: the machine has {most} bytes of memory")
+
+
 def worker_died(worker: int, why: str) -> Exception:
     """The worker that an operator needs is gone."""
     current = engine.current()
@@ -82,6 +87,12 @@ def own_frame(stack: list[Frame]) -> Frame | None:
     return stack[0] if stack else None
 
 
+def line_of(site: int) -> str:
+    """The client's own line at a site, as 'FILE:LINE in FUNCTION', or an empty string when there is none."""
+    own = own_frame(stack_of(site))
+    return f"{own[0]}:{own[1]} in {own[2]}" if own else ""
+
+
 def _package_dir(module: Any) -> str:
     name = module.__name__.partition(".")[0]
     path: str = __import__(name).__path__[0]
@@ -94,7 +105,7 @@ def _error_of(frame: bytes) -> list[Any]:
 
 
 def _from_error(error: list[Any]) -> Exception:
-    kind, type_name, message, op, shapes, site, worker = error
+    kind, type_name, message, op, shapes, site, worker, held = error
     stack = stack_of(site)
     own = own_frame(stack)
     where = f'File "{own[0]}", line {own[1]}, in {own[2]}' if own else "a line that is not known"
@@ -109,6 +120,9 @@ def _from_error(error: list[Any]) -> Exception:
             return WorkerDied(int(found[1]), message, "")
     text = [f"{op}{shapes} failed on worker {worker}: {type_name}: {message}", f"  issued at {where}"]
     text += [f'    called from File "{f}", line {line}, in {name}' for f, line, name in _outer(stack, own)]
+    if held:
+        text.append("  the largest tensors on that worker then:")
+        text += [f"    {size} bytes  {tensor}  made at {line_of(made)}" for size, tensor, made in held]
     if kind == "internal":
         return InternalError("\n".join(text))
     cls = OutOfMemoryError if kind == "memory" else RemoteError

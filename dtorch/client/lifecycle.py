@@ -13,12 +13,19 @@ from dtorch.client import engine
 from dtorch.errors import EngineError
 
 _lock: Final = threading.RLock()
-_arguments: tuple[int, str, int] | None = None  # of the running engine; guarded by _lock
+_arguments: dict[str, object] | None = None  # of the running engine; guarded by _lock
+
+Device = torch.device | str | int | None
 
 DEVICES: Final = ("auto", "cpu", "cuda")
 
 
-def init(workers: int = 1, device: str = "auto", threads_per_worker: int | None = None) -> None:
+def init(
+    workers: int = 1,
+    device: str = "auto",
+    threads_per_worker: int | None = None,
+    memory_limit: int | None = None,
+) -> None:
     """Start the engine: a controller process and ``workers`` worker processes.
 
     Returns as soon as the controller answers; the workers come up while the program goes on. Tensors on
@@ -30,6 +37,8 @@ def init(workers: int = 1, device: str = "auto", threads_per_worker: int | None 
             dtorch has CUDA workers.
         threads_per_worker: threads that one operator may use (``torch.set_num_threads`` in the worker); by default the
             processors available to this process divided by ``workers``, at least 1.
+        memory_limit: bytes that one worker may reserve; by default what the machine (or its control group) has.
+            Allocations beyond raise OutOfMemoryError where their value is asked for.
 
     A second call with the same arguments does nothing.
 
@@ -39,17 +48,20 @@ def init(workers: int = 1, device: str = "auto", threads_per_worker: int | None 
         ControllerDied: the controller ended during the start.
     """
     global _arguments
-    if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 127:
-        raise ValueError(f"workers={workers!r}: the number of workers is a whole number from 1 to 127")
     if device not in DEVICES:
         raise ValueError(f"device={device!r}: one of {', '.join(map(repr, DEVICES))}")
     if device == "cuda":
         raise EngineError("device='cuda': this version has CPU workers only; use device='cpu'")
+    if not _whole(workers, 1, 127):
+        raise ValueError(f"workers={workers!r}: the number of workers is a whole number from 1 to 127")
     if threads_per_worker is None:
         threads_per_worker = max(1, len(os.sched_getaffinity(0)) // workers)
-    if isinstance(threads_per_worker, bool) or not isinstance(threads_per_worker, int) or threads_per_worker < 1:
+    if not _whole(threads_per_worker, 1):
         raise ValueError(f"threads_per_worker={threads_per_worker!r}: a whole number, at least 1")
-    wanted = (workers, "cpu", threads_per_worker)
+    if memory_limit is not None and not _whole(memory_limit, 1):
+        raise ValueError(f"memory_limit={memory_limit!r}: a whole number of bytes, at least 1, or None")
+    wanted: dict[str, object] = {"workers": workers, "device": "cpu", "threads_per_worker": threads_per_worker}
+    wanted["memory_limit"] = memory_limit
     with _lock:
         current = engine.current()
         if current is not None and not current.is_over:
@@ -57,15 +69,25 @@ def init(workers: int = 1, device: str = "auto", threads_per_worker: int | None 
                 return
             assert _arguments is not None
             raise EngineError(
-                f"an engine with workers={_arguments[0]}, device={_arguments[1]!r}, "
-                f"threads_per_worker={_arguments[2]} is running, and init was asked for workers={wanted[0]}, "
-                f"device={wanted[1]!r}, threads_per_worker={wanted[2]}; call dtorch.shutdown() first"
+                f"an engine with {_text(_arguments)} is running, and init was asked for {_text(wanted)}; "
+                "call dtorch.shutdown() first"
             )
         if current is not None:
             engine.shutdown()
         engine.start(workers, threads_per_worker, "cpu")
+        if memory_limit is not None:
+            for worker in range(workers):
+                _client.option(worker, "memory_limit", memory_limit)
         _client.seed_all(torch.initial_seed())  # what the program seeded before the engine ran counts
         _arguments = wanted
+
+
+def _whole(n: object, least: int, most: float = float("inf")) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and least <= n <= most
+
+
+def _text(arguments: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)
 
 
 def start_default() -> None:
@@ -104,6 +126,18 @@ def device_count() -> int:
     if current is not None and not current.is_over:
         return current.workers
     return settings.WORKERS.get_int() or 1
+
+
+def index_of(device: Device) -> int:
+    """The worker that a device argument means: None and "dtorch" are the current one."""
+    if device is None:
+        return _client.current_device()
+    if isinstance(device, int):
+        return device
+    d = torch.device(device)
+    if d.type != "dtorch":
+        raise ValueError(f"expected a dtorch device, not {d}")
+    return _client.current_device() if d.index is None else d.index
 
 
 def running() -> engine.Engine:

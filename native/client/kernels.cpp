@@ -12,7 +12,9 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_to_copy_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/kaiser_window_ops.h>
 #include <ATen/ops/set_native.h>
@@ -192,6 +194,22 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
   return dst;
 }
 
+// To the CPU: the value as it was fetched, mapped where it is large, instead of a copy of it. All else as ever.
+at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
+                   std::optional<c10::Device> device, std::optional<bool> pin, bool non_blocking,
+                   std::optional<c10::MemoryFormat> format) {
+  bool fetches = device && device->is_cpu() && dtype.value_or(self.scalar_type()) == self.scalar_type() &&
+                 layout.value_or(at::kStrided) == at::kStrided && !pin.value_or(false) && !Inferring::active();
+  if (!fetches)
+    return at::compositeexplicitautograd::_to_copy(self, dtype, layout, device, pin, non_blocking, format);
+  auto value = fetch_now(self);
+  if (format && *format != c10::MemoryFormat::Preserve) return value.contiguous(*format);
+  if (self.is_non_overlapping_and_dense()) return value;
+  auto strides = at::infer_dense_strides(self.sizes(), self.strides());  // what the worker packed row-major
+  if (value.strides() == c10::IntArrayRef(strides)) return value;
+  return at::empty_strided(self.sizes(), strides, value.options()).copy_(value);
+}
+
 c10::Scalar item(const at::Tensor& self) {
   if (Inferring::active()) throw Uninferable(true);
   return fetch_now(self).item();
@@ -285,6 +303,7 @@ void register_kernels() {
   m.impl("resize_", TORCH_FN(resize));
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
+  m.impl("_to_copy", TORCH_FN(to_copy));
   m.impl("_local_scalar_dense", TORCH_FN(item));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("_has_compatible_shallow_copy_type", TORCH_FN(shallow_copy_ok));

@@ -80,6 +80,11 @@ void throw_engine_error(const std::string& why) {
   throw_from("session_ended", Py_BuildValue("(s#)", why.data(), static_cast<Py_ssize_t>(why.size())));
 }
 
+void throw_too_large(size_t n, size_t most) {
+  Gil gil;
+  throw_from("too_large", Py_BuildValue("(KK)", static_cast<unsigned long long>(n), static_cast<unsigned long long>(most)));
+}
+
 void throw_worker_died(int worker, const std::string& why) {
   Gil gil;
   throw_from("worker_died", Py_BuildValue("(is#)", worker, why.data(), static_cast<Py_ssize_t>(why.size())));

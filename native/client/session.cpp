@@ -332,8 +332,13 @@ RequestPtr Session::find(uint64_t id) {
   return it == requests_.end() ? nullptr : it->second;
 }
 
+Loan::~Loan() {
+  map.unmap();
+  Session::get().release(token, worker, 0, generation);
+}
+
 void Session::forget(uint64_t id) {
-  RequestPtr dying;  // its mapping is undone outside the lock
+  RequestPtr dying;  // its loan ends outside the lock
   std::lock_guard lock(mu_);
   auto it = requests_.find(id);
   if (it == requests_.end()) return;
@@ -465,41 +470,37 @@ bool Session::handle(zmq::Frame& frame, Received* out) {
     case Message::ERROR: {
       uint64_t id = in.uint();
       RequestPtr r = find(id);
-      Mapping map;
+      std::unique_ptr<Loan> loan;
       if (kind == Message::VALUE) {
         int worker = static_cast<int>(in.integer());
         in.skip();  // geometry
         if (in.kind() == mp::Kind::Array) {
           in.array();
           int pid = static_cast<int>(in.integer()), fd = static_cast<int>(in.integer());
-          in.integer();  // offset: segments are whole in this version
-          size_t n = in.uint();
-          uint64_t token = in.uint();
-          std::string problem;
+          size_t offset = in.uint(), n = in.uint();
+          loan = std::make_unique<Loan>();
+          loan->token = in.uint();
+          loan->generation = generation();
+          loan->worker = worker;
           try {
-            map = open_segment(pid, fd, n);
+            if (r) loan->map = open_segment(pid, fd, offset, n, Sharing::Lent);
           } catch (const std::exception& e) {
             if (kill(pid, 0) != 0) return false;  // its maker died: WORKER_DIED answers this request (WIRE-4)
-            problem = e.what();
-          }
-          release(token, worker, 0, generation());
-          flush();
-          if (!problem.empty() && r) {
+            loan.reset();  // outside the lock: it writes a record
             std::lock_guard lock(mu_);
-            r->failure = "the value could not be mapped: " + problem;
+            r->failure = std::string("the value could not be mapped: ") + e.what();
             complete(r, Request::State::Failed);
             return !completed_.empty();
           }
         }
       }
       if (!r) {  // nobody asks any more: a future was dropped, or an ASK was interrupted and its results are nobody's
-        map.unmap();
         if (kind == Message::META) release_results(in);
         return false;
       }
       std::lock_guard lock(mu_);
       r->reply.assign(reinterpret_cast<const char*>(frame.data()), frame.size());
-      r->mapping = map;
+      r->loan = std::move(loan);
       complete(r, kind == Message::ERROR ? Request::State::Failed : Request::State::Done);
       return !completed_.empty();
     }

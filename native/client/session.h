@@ -45,6 +45,19 @@ struct IdBlock {
 };
 constexpr uint64_t kIdBlock = 256;
 
+// A value that stands in a worker's memory and is mapped here; the end of it gives the memory back (SHM-2).
+struct Loan {
+  Mapping map;
+  uint64_t token = 0;
+  uint32_t generation = 0;
+  int worker = 0;
+
+  Loan() = default;
+  Loan(const Loan&) = delete;
+  Loan& operator=(const Loan&) = delete;
+  ~Loan();
+};
+
 // A question to a worker and, once it came, the answer. Shared by the asker and the reply thread.
 struct Request {
   enum class State : uint8_t { Pending, Done, Failed };
@@ -55,10 +68,9 @@ struct Request {
   std::atomic<State> state{State::Pending};
   std::string reply;   // the reply's first frame (VALUE, META, DONE, ERROR) or, when Failed by death, empty
   std::string failure; // why, when Failed without a reply
-  Mapping mapping;     // a VALUE that came as a segment, mapped by the reply thread
+  std::unique_ptr<Loan> loan;  // a VALUE that came as a segment, mapped by the reply thread
   std::vector<int> wake_fds;  // eventfds of the threads that wait; guarded by Session::mu_
   bool callback = false;  // Python wants to hear of it; guarded by Session::mu_
-  ~Request() { mapping.unmap(); }
 };
 using RequestPtr = std::shared_ptr<Request>;
 

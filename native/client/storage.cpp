@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "client/python_error.h"
+#include "common/machine.h"
 
 namespace dtorch {
 
@@ -111,11 +112,13 @@ size_t storage_bytes(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t o
 }
 
 at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  static const size_t most = machine_memory();
+  size_t n = storage_bytes(sizes, strides, 0, c10::elementSize(dtype));
+  if (__builtin_expect(n > most, 0)) throw_too_large(n, most);
   auto* ctx = new_ctx(worker);
   ctx->first.dtype = dtype;
   ctx->first.sizes.assign(sizes.begin(), sizes.end());
   ctx->first.strides.assign(strides.begin(), strides.end());
-  size_t n = storage_bytes(sizes, strides, 0, c10::elementSize(dtype));
   ctx->nbytes = n;
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(n),
                                                              make_data(ctx, n, worker), allocator(), /*resizable=*/true));

@@ -40,8 +40,7 @@ void put(const at::Tensor& cpu, StorageCtx* ctx) {
   }
   Mapping m = make_segment("dtorch-upload", n);
   std::memcpy(m.data, cpu.const_data_ptr(), n);
-  munmap(m.data, m.size);  // the worker's mapping keeps the pages; we keep only the descriptor
-  m.data = nullptr;
+  m.unmap();  // the worker's mapping keeps the pages; we keep only the descriptor
   Session::Writer w(session);
   ctx->last_seq = w.begin(Record::MAP, ctx->worker, 6);
   mp::put_uint(w.buf(), ctx->id);
@@ -142,10 +141,11 @@ at::Tensor value_of(const RequestPtr& r) {
   if (r->state.load() == Request::State::Failed) throw_failure(r->reply, r->failure, r->worker);
   auto in = reply_body(r->reply);
   auto g = read_geometry(in);
-  if (r->mapping.data) {  // the mapping lives as long as the request, and that as long as the tensor
+  if (r->loan) {  // lives as long as the request, and that as long as the tensor
     auto* held = new RequestPtr(r);
-    return adopt({r->mapping.data, held, [](void* p) { delete static_cast<RequestPtr*>(p); }, c10::Device(c10::DeviceType::CPU)},
-                 r->mapping.size, g);
+    const Mapping& map = r->loan->map;
+    return adopt({map.data, held, [](void* p) { delete static_cast<RequestPtr*>(p); }, c10::Device(c10::DeviceType::CPU)},
+                 map.size, g);
   }
   at::Tensor out = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
   auto bytes = in.bin();

@@ -7,7 +7,7 @@
 
 namespace dtorch {
 
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 constexpr size_t kInlineBytes = 64 * 1024;
 
 enum class Message : int {

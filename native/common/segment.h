@@ -1,8 +1,12 @@
-// A shared segment: memory that two processes map, made by memfd_create so that it has no name to leave behind.
+// Shared segments: memory that two processes map, made by memfd_create so that it has no name to leave behind.
 //
 // SHM-1  A segment lives as long as a descriptor or a mapping of it does; nothing has to be unlinked.
-// SHM-2  The maker keeps its descriptor open until the reader says it has mapped it (a token's release, or progress past
-//        the record that named it). The reader opens /proc/PID/fd/FD, which works for a process of the same user.
+// SHM-2  An uploaded segment goes over whole: the client keeps its descriptor open until the worker has executed the
+//        record that names it, and the worker's mapping then owns it. A worker's value is lent as a part of the worker's
+//        pool: from the moment it is handed over until the reader releases the token, when its own mapping goes, the
+//        worker neither writes to that memory nor uses it for anything else.
+// SHM-3  A reader maps what is lent to it privately: its writes are its own (copy on write).
+// A descriptor is opened as /proc/PID/fd/FD, which works for a process of the same user.
 #pragma once
 
 #include <fcntl.h>
@@ -18,13 +22,15 @@
 namespace dtorch {
 
 struct Mapping {
-  void* data = nullptr;
-  size_t size = 0;
-  int fd = -1;  // owned by the maker; a reader closes it once it has mapped
+  void* data = nullptr;   // where the bytes meant begin
+  size_t size = 0;        // how many
+  int fd = -1;            // owned by the maker; a reader closes it once it has mapped
+  void* pages = nullptr;  // the mapping itself: whole pages around the data
+  size_t length = 0;
 
   void unmap() {
-    if (data) munmap(data, size);
-    data = nullptr;
+    if (pages) munmap(pages, length);
+    data = pages = nullptr;
   }
 };
 
@@ -43,30 +49,38 @@ inline Mapping make_segment(const char* name, size_t n) {
     close(m.fd);
     throw e;
   }
-  m.data = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, m.fd, 0);
-  if (m.data == MAP_FAILED) {
+  m.pages = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, m.fd, 0);
+  if (m.pages == MAP_FAILED) {
     auto e = segment_error("mmap of a shared segment failed", n);
     close(m.fd);
     throw e;
   }
+  m.data = m.pages;
+  m.length = n;
+  madvise(m.pages, n, MADV_HUGEPAGE);  // fewer page faults; without effect where it is not supported
   return m;
 }
 
-// Maps another process's segment; its descriptor is not kept.
-inline Mapping open_segment(int pid, int fd, size_t n) {
+enum class Sharing { Owned = MAP_SHARED, Lent = MAP_PRIVATE | MAP_NORESERVE };
+
+// Maps n bytes from `offset` of another process's segment; its descriptor is not kept.
+inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sharing) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
   int own = open(path, O_RDWR | O_CLOEXEC);
   if (own < 0) throw segment_error((std::string("cannot open the shared segment ") + path).c_str(), n);
   Mapping m;
   m.size = n;
-  m.data = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, own, 0);
+  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), begin = offset / page * page;
+  m.length = offset - begin + n;
+  m.pages = mmap(nullptr, m.length, PROT_READ | PROT_WRITE, static_cast<int>(sharing), own, static_cast<off_t>(begin));
   int e = errno;
   close(own);
-  if (m.data == MAP_FAILED) {
+  if (m.pages == MAP_FAILED) {
     errno = e;
     throw segment_error((std::string("cannot map the shared segment ") + path).c_str(), n);
   }
+  m.data = static_cast<char*>(m.pages) + (offset - begin);
   return m;
 }
 

@@ -6,11 +6,15 @@
 
 #include <time.h>
 
+#include "worker/memory.h"
+
 namespace dtorch::worker {
 
 namespace {
 
 constexpr uint64_t kDrainNs = 20000;
+
+}  // namespace
 
 uint64_t now_ns() {
   timespec t;
@@ -18,20 +22,18 @@ uint64_t now_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
 }
 
-}  // namespace
-
 Executor::Executor(const zmq::Api& api, void* socket, int worker, int parent_fd)
     : api_(api), socket_(socket), worker_(worker), parent_fd_(parent_fd) {}
 
-Executor::~Executor() {
-  for (auto& [token, fd] : exported_) close(fd);
-}
+Executor::~Executor() = default;
 
 int Executor::run() {
   c10::InferenceMode inference;
+  set_pressure_hook([this](size_t) { return await_releases(); });
   while (!exit_) {
     drain();
     if (exit_) break;
+    if (!returned_.empty()) return_borrowed();
     if (batches_.empty()) {
       if (!wait_readable()) return 1;
       continue;
@@ -79,8 +81,7 @@ void Executor::receive_one(zmq::Frame& head) {
       return;
     }
     case Message::TRANSFER_DONE: {
-      uint64_t token = in.uint();
-      free_storage(token);
+      give_back(in.uint());
       return;
     }
     case Message::PEER_DIED: {
@@ -148,15 +149,115 @@ void Executor::attach_release(uint64_t storage, uint64_t seq) {
 }
 
 void Executor::free_storage(uint64_t storage) {
-  if (__builtin_expect(storage >> 62, 0)) {  // a segment of ours that its reader has mapped (SHM-2)
-    auto it = exported_.find(storage);
-    if (it == exported_.end()) return;
-    close(it->second);
-    exported_.erase(it);
-    return;
+  if (__builtin_expect(storage >> 62, 0)) return give_back(storage);
+  if (store_.erase(storage) && __builtin_expect(log_allocations_, 0)) log_.push_back({executed_, storage, -1, 0, now_ns()});
+}
+
+int32_t Executor::dying_at(const Batch& batch, uint64_t seq) const {
+  return batch.free_after.empty() ? -1 : batch.free_after[seq - batch.first_seq];
+}
+
+bool Executor::await_releases() {
+  constexpr uint64_t kPatienceNs = 50'000'000;
+  int64_t before = memory_stats().allocated;
+  uint64_t start = now_ns();
+  do {
+    drain();
+    if (memory_stats().allocated < before) return true;
+    if (exit_) return false;
+    zmq::PollItem item{socket_, 0, zmq::kPollIn, 0};
+    api_.poll(&item, 1, 5);
+  } while (now_ns() - start < kPatienceNs);
+  return false;
+}
+
+// The record that runs next is the last one that came. If it would raise the peak, and nothing that it reads is known to
+// die with it, the release may be just behind: the client sends in batches.
+void Executor::look_ahead(mp::Reader args) {
+  args.skip();
+  int64_t bytes = 0;
+  for (size_t n = args.array(); n-- > 0;) {
+    args.array();
+    args.skip();
+    auto g = read_geometry(args);
+    int64_t size = static_cast<int64_t>(c10::elementSize(g.dtype));
+    for (int64_t d : g.sizes) size *= d;
+    bytes += size;
   }
-  if (__builtin_expect(log_allocations_, 0)) log_.push_back({executed_, storage, -1});
-  store_.erase(storage);
+  const auto& m = memory_stats();
+  if (m.allocated + bytes <= m.peak || bytes < m.peak / 64) return;
+  ++lookaheads_;
+  uint64_t seq = executed_ + 1, start = now_ns();
+  const auto& batch = *batches_.front();
+  do {
+    drain();
+    if (received_ > seq || dying_at(batch, seq) >= 0 || m.allocated + bytes <= m.peak) {
+      ++lookahead_hits_;
+      return;
+    }
+  } while (!exit_ && now_ns() - start < static_cast<uint64_t>(lookahead_ns_));
+}
+
+// --- lending ---------------------------------------------------------------------------------------------------------
+
+// The loan holds the storage, so its memory outlives the tensor until the reader lets go.
+uint64_t Executor::lend(const c10::Storage& storage) {
+  uint64_t token = next_token_++;
+  lent_.emplace(storage.unsafeGetStorageImpl(), token);
+  loans_.emplace(token, storage);
+  return token;
+}
+
+void Executor::give_back(uint64_t token) {
+  auto it = loans_.find(token);
+  if (it == loans_.end()) return;
+  auto [begin, end] = lent_.equal_range(it->second.unsafeGetStorageImpl());
+  for (auto l = begin; l != end; ++l)
+    if (l->second == token) {
+      lent_.erase(l);
+      break;
+    }
+  loans_.erase(it);
+}
+
+// The loans keep the old memory, the tensor gets a copy: what a reader sees is what it asked for.
+void Executor::before_write(uint64_t id) {
+  auto* s = store_.find(id);
+  if (!s || !s->first.defined()) return;
+  auto* impl = s->first.storage().unsafeGetStorageImpl();
+  std::vector<uint64_t> tokens;
+  auto [begin, end] = lent_.equal_range(impl);
+  for (auto l = begin; l != end; ++l) tokens.push_back(l->second);
+  if (tokens.empty()) return;
+  auto* allocator = c10::GetAllocator(c10::DeviceType::CPU);
+  auto data = allocator->allocate(impl->nbytes());
+  std::memcpy(data.get(), impl->data(), impl->nbytes());
+  lent_.erase(impl);
+  c10::Storage old(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
+                                                         impl->set_data_ptr(std::move(data)), allocator, /*resizable=*/false));
+  for (uint64_t token : tokens) {
+    loans_[token] = old;
+    lent_.emplace(old.unsafeGetStorageImpl(), token);
+  }
+}
+
+Executor::Borrowed::~Borrowed() {
+  memory_stats().mapped -= static_cast<int64_t>(map.size);
+  map.unmap();
+  executor->returned_.emplace_back(token, source);
+}
+
+void Executor::return_borrowed() {
+  for (auto [token, source] : returned_) {
+    out_.clear();
+    mp::put_array(out_, 4);
+    out_.push(static_cast<uint8_t>(Message::TRANSFER_DONE));
+    mp::put_uint(out_, token);
+    mp::put_int(out_, source);
+    mp::put_int(out_, worker_);
+    reply(out_);
+  }
+  returned_.clear();
 }
 
 // --- batches ---------------------------------------------------------------------------------------------------------
@@ -180,6 +281,7 @@ void Executor::execute_front() {
         head = next;
       }
     }
+    if (__builtin_expect(!returned_.empty(), 0)) return_borrowed();
     if (now_ns() - last_drain_ > kDrainNs) {
       drain();
       if (exit_ || parent_gone_) return;

@@ -8,7 +8,9 @@
 // EXE-2  A release frees its storage when the record it names has been executed: at once, or right after that record
 //        (WIRE-2). A release that overtook its record waits for the batch that brings it.
 // EXE-3  A failing record harms nothing but its results: they are poisoned with its cause, and so is what reads them.
-// EXE-4  No exception leaves the loop but for a broken connection or a malformed record, which end the process.
+// EXE-4  An operator's result takes the memory of an argument only if the argument dies with that very record and nothing
+//        else stands on its storage: no view among the arguments, no loan (donation).
+// EXE-5  No exception leaves the loop but for a broken connection or a malformed record, which end the process.
 #pragma once
 
 #include <deque>
@@ -23,6 +25,11 @@
 #include "worker/operators.h"
 
 namespace dtorch::worker {
+
+uint64_t now_ns();  // CLOCK_MONOTONIC
+
+// How long an operator that would raise the peak waits for a release just behind it (look_ahead).
+constexpr int64_t kLookaheadNs = 200000;
 
 class Executor {
  public:
@@ -48,6 +55,15 @@ class Executor {
   struct Incoming {
     std::string payload;  // encoded: bytes, a segment, or an error
   };
+  // Another worker's memory that a tensor here stands on; the end of it gives the memory back (SHM-2).
+  struct Borrowed {
+    Executor* executor;
+    Mapping map;
+    uint64_t token;
+    int source;
+    ~Borrowed();
+  };
+  static void end_borrowed(void* borrowed);
 
   // --- the socket
   bool wait_readable();  // false: the parent is gone
@@ -58,13 +74,23 @@ class Executor {
 
   // --- releases
   void release(uint64_t storage, uint64_t last_seq);
+  int32_t dying_at(const Batch& batch, uint64_t seq) const;  // head of the list of what dies with a record
+  bool await_releases();  // memory is short: waits a moment for some to be freed
   void attach_release(uint64_t storage, uint64_t seq);
   void free_storage(uint64_t storage);
+
+  // --- lending (SHM-2)
+  uint64_t lend(const c10::Storage& storage);
+  void give_back(uint64_t token);
+  void before_write(uint64_t storage);  // what is lent is not written to: the tensor moves to other memory first
+  void return_borrowed();
 
   // --- records
   void execute_front();
   void execute(mp::Reader& in);
   void op(mp::Reader& in);
+  const at::Tensor* find_donor(const Operator& op, mp::Reader args, uint64_t* id);
+  void look_ahead(mp::Reader args);
   void ask(mp::Reader& in);
   void define_op(mp::Reader& in);
   void alloc(mp::Reader& in);
@@ -86,9 +112,10 @@ class Executor {
   CausePtr cause_of(const char* kind_if_unknown, const std::string& op, const std::string& shapes, uint64_t site);
   CausePtr make_cause(const char* kind, const std::string& type, const std::string& message, const std::string& op,
                       const std::string& shapes, uint64_t site);
+  void put_largest(Buffer& b);
   void answer_error(uint64_t request, const CausePtr& cause);
-  void payload(Buffer& b, const at::Tensor& t);  // appends inline bytes or a segment
-  void made(uint64_t storage, at::Tensor t);
+  void payload(Buffer& b, at::Tensor t);  // appends inline bytes or a part of the pool
+  void made(uint64_t storage, at::Tensor t, uint64_t site);
   void note_failure(const CausePtr& cause);
   void poison(uint64_t storage, const CausePtr& cause);  // noted as a failure to report
 
@@ -97,6 +124,7 @@ class Executor {
   const int worker_;
   const int parent_fd_;
   bool exit_ = false, parent_gone_ = false;
+  std::vector<std::pair<uint64_t, int>> returned_;  // borrowed memory not needed any more, not said yet: token, source
 
   Store store_;
   Generators generators_;
@@ -112,12 +140,16 @@ class Executor {
 
   std::unordered_map<uint64_t, Incoming> incoming_;
   std::unordered_map<int, std::string> dead_peers_;
-  std::unordered_map<uint64_t, int> exported_;  // token -> descriptor of a segment we made (SHM-2)
+  std::unordered_map<uint64_t, c10::Storage> loans_;              // by token
+  std::unordered_multimap<c10::StorageImpl*, uint64_t> lent_;     // their tokens by storage
   uint64_t next_token_ = uint64_t{1} << 62;
   std::deque<CausePtr> failures_;               // not yet reported
 
+  int64_t donations_ = 0, lookaheads_ = 0, lookahead_hits_ = 0;
+  int64_t lookahead_ns_ = kLookaheadNs;
+
   bool log_allocations_ = false;
-  struct LogRow { uint64_t seq, storage; int64_t nbytes; };  // nbytes < 0: freed
+  struct LogRow { uint64_t seq, storage; int64_t nbytes; uint32_t site; uint64_t ns; };  // nbytes < 0: freed
   std::vector<LogRow> log_;
   std::vector<at::Tensor> made_;  // scratch of op()
   Buffer out_;

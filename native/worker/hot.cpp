@@ -118,12 +118,14 @@ void keep(std::vector<at::Tensor>& made, std::tuple<T...>&& t) {
   std::apply([&made](auto&&... each) { (made.push_back(std::move(each)), ...); }, std::move(t));
 }
 
-template <class Op, class Signature = typename Op::schema>
+// `Into` is the overload with out=, or the in-place one where there is no other; void for an operator that is not
+// pointwise.
+template <class Op, class Into, class Signature = typename Op::schema>
 struct Hot;
 
-template <class Op, class R, class... A>
-struct Hot<Op, R(A...)> {
-  static void run(Decoder& d, std::vector<at::Tensor>& made) {
+template <class Op, class Into, class R, class... A>
+struct Hot<Op, Into, R(A...)> {
+  static void run(Decoder& d, const at::Tensor* donor, std::vector<at::Tensor>& made) {
     d.in().array();
     // Braces: the arguments are decoded in the order they stand in.
     std::tuple<Held<std::decay_t<A>>...> held{Held<std::decay_t<A>>(d)...};
@@ -135,6 +137,16 @@ struct Hot<Op, R(A...)> {
           if constexpr (std::is_reference_v<R>) {
             d.lazy_bits() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...);
           } else {
+            if constexpr (!std::is_void_v<Into>) {
+              if (donor && sole(*donor) && !d.lazy_bits()) {
+                at::Tensor out = *donor;
+                if constexpr (std::is_invocable_v<decltype(&Into::redispatch), c10::DispatchKeySet, A..., at::Tensor&>)
+                  Into::redispatch(cpu, h.get()..., out);
+                else
+                  Into::redispatch(cpu, h.get()...);
+                return made.push_back(std::move(out));
+              }
+            }
             keep(made, d.lazy_bits() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...));
           }
         },
@@ -144,9 +156,9 @@ struct Hot<Op, R(A...)> {
 
 using Table = std::unordered_map<std::string, Operator::Unboxed>;
 
-template <class Op>
+template <class Op, class Into = void>
 void hot(Table& t) {
-  t.emplace(std::string(Op::name) + "." + Op::overload_name, &Hot<Op>::run);
+  t.emplace(std::string(Op::name) + "." + Op::overload_name, &Hot<Op, Into>::run);
 }
 
 }  // namespace
@@ -154,29 +166,29 @@ void hot(Table& t) {
 Operator::Unboxed find_unboxed(const std::string& name, const std::string& overload) {
   static const Table table = [] {
     Table t;
-    hot<at::_ops::add_Tensor>(t);
+    hot<at::_ops::add_Tensor, at::_ops::add_out>(t);
     hot<at::_ops::add__Tensor>(t);
-    hot<at::_ops::sub_Tensor>(t);
-    hot<at::_ops::mul_Tensor>(t);
+    hot<at::_ops::sub_Tensor, at::_ops::sub_out>(t);
+    hot<at::_ops::mul_Tensor, at::_ops::mul_out>(t);
     hot<at::_ops::mul__Tensor>(t);
-    hot<at::_ops::div_Tensor>(t);
+    hot<at::_ops::div_Tensor, at::_ops::div_out>(t);
     hot<at::_ops::div__Tensor>(t);
-    hot<at::_ops::addcmul>(t);
+    hot<at::_ops::addcmul, at::_ops::addcmul_out>(t);
     hot<at::_ops::addcmul_>(t);
-    hot<at::_ops::addcdiv>(t);
+    hot<at::_ops::addcdiv, at::_ops::addcdiv_out>(t);
     hot<at::_ops::addcdiv_>(t);
-    hot<at::_ops::neg>(t);
-    hot<at::_ops::exp>(t);
-    hot<at::_ops::sin>(t);
-    hot<at::_ops::cos>(t);
-    hot<at::_ops::sqrt>(t);
-    hot<at::_ops::rsqrt>(t);
-    hot<at::_ops::tanh>(t);
-    hot<at::_ops::relu>(t);
-    hot<at::_ops::sigmoid>(t);
-    hot<at::_ops::silu>(t);
-    hot<at::_ops::gelu>(t);
-    hot<at::_ops::pow_Tensor_Scalar>(t);
+    hot<at::_ops::neg, at::_ops::neg_out>(t);
+    hot<at::_ops::exp, at::_ops::exp_out>(t);
+    hot<at::_ops::sin, at::_ops::sin_out>(t);
+    hot<at::_ops::cos, at::_ops::cos_out>(t);
+    hot<at::_ops::sqrt, at::_ops::sqrt_out>(t);
+    hot<at::_ops::rsqrt, at::_ops::rsqrt_out>(t);
+    hot<at::_ops::tanh, at::_ops::tanh_out>(t);
+    hot<at::_ops::relu, at::_ops::relu_>(t);
+    hot<at::_ops::sigmoid, at::_ops::sigmoid_out>(t);
+    hot<at::_ops::silu, at::_ops::silu_out>(t);
+    hot<at::_ops::gelu, at::_ops::gelu_out>(t);
+    hot<at::_ops::pow_Tensor_Scalar, at::_ops::pow_Tensor_Scalar_out>(t);
     hot<at::_ops::mm>(t);
     hot<at::_ops::bmm>(t);
     hot<at::_ops::addmm>(t);

@@ -6,76 +6,97 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
-#include <malloc.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
+#include <vector>
+
+#include "common/machine.h"
+#include "worker/pool.h"
 
 namespace dtorch::worker {
 
 namespace {
 
-constexpr size_t kAlign = 64;  // as c10's own CPU allocator; also the size of the header in front of a block
-
 MemoryStats stats;
 
-// The block's size stands in a header right before the data, so that the data pointer alone is enough to free it:
-// oneDNN allocates raw pointers through this interface.
-// Small blocks are kept per thread, by size: a scalar's result should not cost a search of the heap.
-constexpr size_t kSmall = 2048, kKept = 64;
-struct Bin {
-  void* blocks[kKept];
-  size_t count = 0;
-};
+void add(int64_t& counter, int64_t n) { __atomic_fetch_add(&counter, n, __ATOMIC_RELAXED); }
+void add(int64_t& counter, int64_t n, int64_t& peak) {
+  int64_t now = __atomic_add_fetch(&counter, n, __ATOMIC_RELAXED);
+  if (now > peak) peak = now;
+}
+
+// Small blocks are kept per thread, by size: a scalar's result should not cost a search of the pool.
+constexpr size_t kSmall = 64 << 10, kKept = 64, kKeptBytes = 1 << 20;
 struct Bins {
-  Bin bins[kSmall / kAlign + 1];
-  ~Bins() {
-    for (auto& b : bins)
-      while (b.count) std::free(b.blocks[--b.count]);
+  std::vector<void*> bins[kSmall / Pool::kAlign + 1];
+  size_t bytes = 0;
+  static size_t index(size_t n) { return (n + Pool::kAlign - 1) / Pool::kAlign; }
+
+  void* take(size_t n) {
+    auto& bin = bins[index(n)];
+    if (bin.empty()) return nullptr;
+    void* data = bin.back();
+    bin.pop_back();
+    bytes -= index(n) * Pool::kAlign;
+    Pool::resize(data, n);
+    return data;
   }
+  bool keep(void* data, size_t n) {
+    auto& bin = bins[index(n)];
+    if (bin.size() >= kKept || bytes + n > kKeptBytes) return false;
+    bin.push_back(data);
+    bytes += index(n) * Pool::kAlign;
+    return true;
+  }
+  void flush() {
+    for (auto& bin : bins) {
+      for (void* data : bin) pool().free(data);
+      bin.clear();
+    }
+    bytes = 0;
+  }
+  ~Bins() { flush(); }
 };
 Bins& bins() {
   static thread_local Bins b;
   return b;
 }
-size_t rounded(size_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
+
+thread_local std::function<bool(size_t)> pressure_hook;
+
+void* scarce(size_t n) {
+  add(stats.retries, 1);
+  empty_cache();
+  void* data = pool().allocate(n);
+  while (!data && pressure_hook && pressure_hook(n)) data = pool().allocate(n);
+  if (data) return data;
+  add(stats.failures, 1);
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "tried to allocate ", n, " bytes: ", stats.allocated, " bytes are allocated, ",
+                   pool().reserved(), " reserved, the worker's limit is ", pool().limit(), " and the machine has ",
+                   available_memory(), " available");
+}
 
 void freed(void* data) {
   if (!data) return;
-  void* base = static_cast<char*>(data) - kAlign;
-  size_t n;
-  std::memcpy(&n, base, sizeof n);
-  __atomic_fetch_sub(&stats.allocated, static_cast<int64_t>(n), __ATOMIC_RELAXED);
-  __atomic_fetch_sub(&stats.live, 1, __ATOMIC_RELAXED);
-  if (n <= kSmall) {
-    auto& bin = bins().bins[rounded(n) / kAlign];
-    if (bin.count < kKept) {
-      bin.blocks[bin.count++] = base;
-      return;
-    }
-  }
-  std::free(base);
+  size_t n = Pool::size_of(data);
+  add(stats.allocated, -static_cast<int64_t>(n));
+  add(stats.live, -1);
+  if (n <= kSmall && bins().keep(data, n)) return;
+  pool().free(data);
 }
 
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    if (n == 0) return {nullptr, nullptr, &freed, c10::Device(c10::DeviceType::CPU)};
-    static const size_t machine = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    void* base = nullptr;
-    Bin* bin = n <= kSmall ? &bins().bins[rounded(n) / kAlign] : nullptr;
-    if (bin && bin->count) base = bin->blocks[--bin->count];
-    else if (n > machine || posix_memalign(&base, kAlign, rounded(n) + kAlign) != 0)
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "tried to allocate ", n, " bytes on a CPU worker of a machine with ", machine,
-                       " bytes; ", stats.allocated, " bytes are allocated");
-    std::memcpy(base, &n, sizeof n);
-    int64_t now = __atomic_add_fetch(&stats.allocated, static_cast<int64_t>(n), __ATOMIC_RELAXED);
-    if (now > stats.peak) stats.peak = now;
-    __atomic_fetch_add(&stats.live, 1, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&stats.allocations, 1, __ATOMIC_RELAXED);
-    void* data = static_cast<char*>(base) + kAlign;
-    return {data, data, &freed, c10::Device(c10::DeviceType::CPU)};
+    const c10::Device cpu(c10::DeviceType::CPU);
+    if (n == 0) return {nullptr, nullptr, &freed, cpu};
+    void* data = n <= kSmall ? bins().take(n) : nullptr;
+    if (!data) data = pool().allocate(n);
+    if (__builtin_expect(!data, 0)) data = scarce(n);
+    auto bytes = static_cast<int64_t>(n);
+    add(stats.allocated, bytes, stats.peak);
+    add(stats.live, 1, stats.peak_live);
+    add(stats.allocations, 1);
+    add(stats.total, bytes);
+    return {data, data, &freed, cpu};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &freed; }
   void copy_data(void* dst, const void* src, size_t n) const override { std::memcpy(dst, src, n); }
@@ -83,17 +104,29 @@ struct Allocator final : c10::Allocator {
 
 }  // namespace
 
-MemoryStats& memory_stats() { return stats; }
-
-void count_memory(int64_t n) {
-  int64_t now = __atomic_add_fetch(&stats.allocated, n, __ATOMIC_RELAXED);
-  if (now > stats.peak) stats.peak = now;
+Pool& pool() {
+  static Pool& p = *new Pool;  // never destroyed: tensors of other threads may outlive any order of destruction
+  return p;
 }
 
+MemoryStats& memory_stats() { return stats; }
+
+void reset_peaks() {
+  stats.peak = stats.allocated;
+  stats.peak_live = stats.live;
+  pool().reset_peak();
+}
+
+void count_memory(int64_t n) { add(stats.allocated, n, stats.peak); }
+
+size_t empty_cache() {
+  bins().flush();
+  return pool().trim();
+}
+
+void set_pressure_hook(std::function<bool(size_t)> hook) { pressure_hook = std::move(hook); }
+
 void install_allocator() {
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  mallopt(M_TOP_PAD, 1 << 20);
   static Allocator allocator;
   c10::SetCPUAllocator(&allocator, /*priority=*/100);
 }

@@ -6,6 +6,7 @@
 #include "common/py_api.h"
 #include "worker/executor.h"
 #include "worker/memory.h"
+#include "worker/pool.h"
 
 namespace {
 
@@ -43,8 +44,68 @@ PyObject* py_run(PyObject*, PyObject* args) {
   return PyLong_FromLong(status);
 }
 
+// The worker's allocator in any process: benchmarks count eager PyTorch's memory with it, tests check the pool.
+
+PyObject* py_install_allocator(PyObject*, PyObject*) {
+  dtorch::worker::install_allocator();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_allocator_stats(PyObject*, PyObject*) {
+  auto& m = dtorch::worker::memory_stats();
+  auto& p = dtorch::worker::pool();
+  return Py_BuildValue("{s:L,s:L,s:n,s:n}", "allocated", static_cast<long long>(m.allocated), "peak",
+                       static_cast<long long>(m.peak), "reserved", static_cast<Py_ssize_t>(p.reserved()), "peak_reserved",
+                       static_cast<Py_ssize_t>(p.peak_reserved()));
+}
+
+PyObject* py_reset_peaks(PyObject*, PyObject*) {
+  dtorch::worker::reset_peaks();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_pool_allocate(PyObject*, PyObject* n) {
+  size_t bytes = PyLong_AsSize_t(n);
+  if (PyErr_Occurred()) return nullptr;
+  return PyLong_FromVoidPtr(dtorch::worker::pool().allocate(bytes));
+}
+
+PyObject* py_pool_free(PyObject*, PyObject* address) {
+  void* data = PyLong_AsVoidPtr(address);
+  if (PyErr_Occurred()) return nullptr;
+  dtorch::worker::pool().free(data);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_pool_trim(PyObject*, PyObject*) { return PyLong_FromSize_t(dtorch::worker::pool().trim()); }
+
+PyObject* py_pool_limit(PyObject*, PyObject* n) {
+  size_t bytes = PyLong_AsSize_t(n);
+  if (PyErr_Occurred()) return nullptr;
+  dtorch::worker::pool().set_limit(bytes);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_pool_check(PyObject*, PyObject*) {
+  try {
+    dtorch::worker::pool().check();
+  } catch (const std::logic_error& e) {
+    PyErr_SetString(PyExc_AssertionError, e.what());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"run", py_run, METH_VARARGS, nullptr},
+    {"install_allocator", py_install_allocator, METH_NOARGS, nullptr},
+    {"allocator_stats", py_allocator_stats, METH_NOARGS, nullptr},
+    {"reset_peaks", py_reset_peaks, METH_NOARGS, nullptr},
+    {"pool_allocate", py_pool_allocate, METH_O, nullptr},
+    {"pool_free", py_pool_free, METH_O, nullptr},
+    {"pool_trim", py_pool_trim, METH_NOARGS, nullptr},
+    {"pool_limit", py_pool_limit, METH_O, nullptr},
+    {"pool_check", py_pool_check, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "dtorch._worker", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

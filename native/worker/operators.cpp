@@ -4,30 +4,91 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
 #include <sstream>
+#include <unordered_map>
 
 #include "common/protocol.h"
 
 namespace dtorch::worker {
 
+namespace {
+
+// Operators whose schema does not say that they write an argument.
+const std::unordered_map<std::string, std::vector<int>> kSilentWrites = {
+    {"aten::native_batch_norm", {3, 4}},  // running mean and variance
+};
+
+bool same_arguments(const c10::FunctionSchema& a, const c10::FunctionSchema& b, size_t n) {
+  for (size_t i = 0; i < n; ++i)
+    if (a.arguments()[i].name() != b.arguments()[i].name() || *a.arguments()[i].real_type() != *b.arguments()[i].real_type())
+      return false;
+  return true;
+}
+
+bool written(const c10::Argument& a) { return a.alias_info() && a.alias_info()->isWrite(); }
+
+// PyTorch's own operators by name, without overload.
+const std::vector<c10::OperatorName>& overloads(const std::string& name) {
+  static const auto all = [] {
+    std::unordered_map<std::string, std::vector<c10::OperatorName>> m;
+    for (auto& n : c10::Dispatcher::singleton().getAllOpNames())
+      if (n.name.rfind("aten::", 0) == 0) m[n.name].push_back(n);
+    return m;
+  }();
+  static const std::vector<c10::OperatorName> none;
+  auto it = all.find(name);
+  return it == all.end() ? none : it->second;
+}
+
+// The overload of a pointwise operator that writes its result where it is told. Generated ones do not count: they compute
+// elsewhere and copy.
+void find_twin(Operator& op) {
+  const auto& schema = op.handle.schema();
+  size_t n = schema.arguments().size();
+  bool functional = schema.returns().size() == 1 && schema.returns()[0].type()->kind() == c10::TypeKind::TensorType &&
+                    !schema.returns()[0].alias_info() && op.writes.empty();
+  if (!functional || !op.handle.hasTag(at::Tag::pointwise) || op.handle.hasTag(at::Tag::nondeterministic_seeded)) return;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : overloads(schema.name())) {
+    auto out = dispatcher.findSchema(name);
+    if (!out || !out->hasSchema() || out->hasTag(at::Tag::generated)) continue;
+    const auto& s = out->schema();
+    if (s.arguments().size() != n + 1 || !written(s.arguments()[n]) || !same_arguments(schema, s, n)) continue;
+    op.twin = out;
+    op.donation = Operator::Donation::Out;
+    return;
+  }
+  auto in_place = dispatcher.findSchema({schema.name() + "_", schema.overload_name()});
+  if (!in_place || in_place->hasTag(at::Tag::generated)) return;
+  const auto& s = in_place->schema();
+  if (s.arguments().size() != n || !written(s.arguments()[0]) || !same_arguments(schema, s, n)) return;
+  op.twin = in_place;
+  op.donation = Operator::Donation::InPlace;
+}
+
+}  // namespace
+
 Operator::Operator(const c10::OperatorHandle& h) : handle(h) {
   const auto& schema = h.schema();
   name = schema.name();
+  if (auto silent = kSilentWrites.find(name); silent != kSilentWrites.end()) mutates = silent->second;
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    if (alias && alias->isWrite()) writes.push_back(static_cast<int>(i));
-  }
+  for (size_t i = 0; i < schema.arguments().size(); ++i)
+    if (written(schema.arguments()[i])) writes.push_back(static_cast<int>(i));
+  mutates.insert(mutates.end(), writes.begin(), writes.end());
+  std::sort(mutates.begin(), mutates.end());
   for (const auto& r : schema.returns()) result_alias.push_back(r.alias_info() && r.alias_info()->isWrite());
   unboxed = find_unboxed(schema.name(), schema.overload_name());
+  find_twin(*this);
 }
 
-void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::vector<at::Tensor>& made,
-                std::vector<c10::IValue>* written) {
+void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const at::Tensor* donor,
+                std::vector<at::Tensor>& made, std::vector<c10::IValue>* written) {
   const auto& schema = op.handle.schema();
   size_t n = d.in().array();
   TORCH_CHECK(n == schema.arguments().size(), op.name, " came with ", n, " arguments");
-  stack.reserve(n);
+  stack.reserve(n + 1);
   for (const auto& arg : schema.arguments()) stack.push_back(d.ivalue(*arg.real_type()));
   if (d.poison()) {
     stack.clear();
@@ -35,6 +96,12 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::v
   }
   if (written)
     for (int i : op.writes) written->push_back(stack[static_cast<size_t>(i)]);
+  if (donor && sole(*donor) && !d.lazy_bits()) {
+    if (op.donation == Operator::Donation::Out) stack.emplace_back(*donor);
+    op.twin->callBoxed(stack);
+    made.push_back(*donor);
+    return;
+  }
   op.handle.callBoxed(stack);
   for (size_t i = 0; i < stack.size(); ++i) {
     if (op.result_alias[i]) continue;
@@ -61,7 +128,7 @@ std::vector<uint64_t> written_storages(const Operator& op, mp::Reader in) {
   };
   size_t next = 0;
   for (size_t i = 0; i < n; ++i) {
-    if (next >= op.writes.size() || static_cast<size_t>(op.writes[next]) != i) {
+    if (next >= op.mutates.size() || static_cast<size_t>(op.mutates[next]) != i) {
       in.skip();
       continue;
     }
@@ -74,19 +141,20 @@ std::vector<uint64_t> written_storages(const Operator& op, mp::Reader in) {
   return out;
 }
 
+void describe(std::ostream& out, at::ScalarType dtype, c10::IntArrayRef sizes) {
+  out << "Tensor[" << c10::getDtypeNames(dtype).first << ", (";
+  for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
+  out << (sizes.size() == 1 ? ",)]" : ")]");
+}
+
 namespace {
 
 void describe_tensor(std::ostream& out, mp::Reader& in, Store& store) {
-  auto print = [&out](at::ScalarType dtype, c10::IntArrayRef sizes) {
-    out << "Tensor[" << c10::getDtypeNames(dtype).first << ", (";
-    for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];
-    out << (sizes.size() == 1 ? ",)]" : ")]");
-  };
   switch (in.kind()) {
     case mp::Kind::Nil: in.skip(); out << "None"; return;
     case mp::Kind::Int: {
       auto* s = store.find(in.uint());
-      if (s && s->first.defined()) print(s->first.scalar_type(), s->first.sizes());
+      if (s && s->first.defined()) describe(out, s->first.scalar_type(), s->first.sizes());
       else out << "Tensor";
       return;
     }
@@ -94,7 +162,7 @@ void describe_tensor(std::ostream& out, mp::Reader& in, Store& store) {
       in.array();
       in.uint();
       auto g = read_geometry(in);
-      print(g.dtype, g.sizes);
+      describe(out, g.dtype, g.sizes);
       return;
     }
     default: in.skip(); out << "Tensor[CPU scalar]";

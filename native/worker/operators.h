@@ -3,6 +3,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <optional>
+#include <ostream>
 #include <vector>
 
 #include "worker/decode.h"
@@ -14,23 +16,35 @@ struct Operator {
 
   c10::OperatorHandle handle;
   std::string name;                // with overload, for messages
-  std::vector<int> writes;         // arguments it writes
+  std::vector<int> writes;         // arguments that its schema says it writes
+  std::vector<int> mutates;        // the same and those it writes in silence, in order
+  // How it can put its one result into the memory of an argument that dies with it: pointwise operators only.
+  enum class Donation { None, Out, InPlace };  // by the out= overload; by the in-place one, where the first argument dies
+  Donation donation = Donation::None;
+  std::optional<c10::OperatorHandle> twin;     // that overload
   std::vector<bool> result_alias;  // per result: it is a written argument
-  // Unboxed twin (hot.cpp): decodes, calls, and appends the new tensors; null for most operators.
-  using Unboxed = void (*)(Decoder&, std::vector<at::Tensor>& made);
+  // Unboxed twin (hot.cpp): decodes, calls, and appends the new tensors; null for most operators. With `donor`, a tensor
+  // that nothing else will read, the result goes there unless an argument is a view of it.
+  using Unboxed = void (*)(Decoder&, const at::Tensor* donor, std::vector<at::Tensor>& made);
   Unboxed unboxed = nullptr;
 };
 
 Operator::Unboxed find_unboxed(const std::string& name, const std::string& overload);
 
 // Decodes the arguments and calls the operator boxed. `made` gets the new tensors in order; `stack` holds all results.
-// A poisoned argument leaves both empty (see Decoder::poison).
+// A poisoned argument leaves both empty (see Decoder::poison). `donor` as for Operator::Unboxed.
 // `written`, when given, gets the arguments the operator writes, as they are after the call.
-void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, std::vector<at::Tensor>& made,
-                std::vector<c10::IValue>* written = nullptr);
+void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const at::Tensor* donor,
+                std::vector<at::Tensor>& made, std::vector<c10::IValue>* written = nullptr);
+
+// Whether only the store holds the tensor's storage: no view of it is among the decoded arguments, no reader has it.
+inline bool sole(const at::Tensor& t) { return t.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1; }
 
 // The storages that the operator writes, read from the record without touching a tensor.
 std::vector<uint64_t> written_storages(const Operator& op, mp::Reader args);
+
+// "Tensor[float32, (2, 3)]".
+void describe(std::ostream& out, at::ScalarType dtype, c10::IntArrayRef sizes);
 
 // "(Tensor[float32, (2, 3)], 1, None)" for error messages, read from the record.
 std::string describe_arguments(const Operator& op, mp::Reader args, Store& store);

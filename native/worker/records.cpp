@@ -6,10 +6,14 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <sstream>
 #include <typeinfo>
 
+#include "common/machine.h"
 #include "worker/executor.h"
 #include "worker/memory.h"
+#include "worker/pool.h"
 
 namespace dtorch::worker {
 
@@ -38,8 +42,8 @@ at::Tensor handed_over(const at::Tensor& t) {
   return t.is_non_overlapping_and_dense() ? t : t.contiguous();
 }
 
-// A tensor on a mapped segment, which goes when the storage does.
-at::Tensor adopt_counted(const Mapping& m, const Geometry& g) {
+// A tensor on an uploaded segment, which goes when the storage does.
+at::Tensor adopt_upload(const Mapping& m, const Geometry& g) {
   count_memory(static_cast<int64_t>(m.size));
   return adopt({m.data, new Mapping(m),
                 [](void* p) {
@@ -54,16 +58,24 @@ at::Tensor adopt_counted(const Mapping& m, const Geometry& g) {
 
 void put_geometry(Buffer& b, const at::Tensor& t) { dtorch::put_geometry(b, t.scalar_type(), t.sizes(), t.strides()); }
 
+std::string describe(const at::Tensor& t) {
+  std::ostringstream out;
+  worker::describe(out, t.scalar_type(), t.sizes());
+  return out.str();
+}
+
 size_t bytes_of(const at::Tensor& t) { return static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size()); }
 
 }  // namespace
+
+void Executor::end_borrowed(void* b) { delete static_cast<Borrowed*>(b); }
 
 // --- failures --------------------------------------------------------------------------------------------------------
 
 CausePtr Executor::make_cause(const char* kind, const std::string& type, const std::string& message, const std::string& op,
                               const std::string& shapes, uint64_t site) {
   Buffer b;
-  mp::put_array(b, 7);
+  mp::put_array(b, 8);
   mp::put_str(b, kind);
   mp::put_str(b, type);
   mp::put_str(b, message);
@@ -71,6 +83,7 @@ CausePtr Executor::make_cause(const char* kind, const std::string& type, const s
   mp::put_str(b, shapes);
   mp::put_uint(b, site);
   mp::put_int(b, worker_);
+  std::string_view(kind) == "memory" ? put_largest(b) : mp::put_nil(b);
   auto c = std::make_shared<Cause>();
   c->error.assign(reinterpret_cast<const char*>(b.data()), b.size());
   return c;
@@ -84,6 +97,23 @@ CausePtr Executor::cause_of(const char* kind, const std::string& op, const std::
   } catch (const std::exception& e) {
     std::string type = type_of(e);
     return make_cause(type == "OutOfMemoryError" ? "memory" : kind, type, text_of(e), op, shapes, site);
+  }
+}
+
+// What holds the memory: the largest storages, [bytes, shape, site] each.
+void Executor::put_largest(Buffer& b) {
+  std::vector<std::pair<size_t, const Slot*>> all;
+  for (auto& [id, slot] : store_)
+    if (slot.first.defined()) all.emplace_back(slot.first.storage().nbytes(), &slot);
+  size_t n = std::min<size_t>(all.size(), 10);
+  std::partial_sort(all.begin(), all.begin() + static_cast<ptrdiff_t>(n), all.end(),
+                    [](auto& x, auto& y) { return x.first > y.first; });
+  mp::put_array(b, n);
+  for (size_t i = 0; i < n; ++i) {
+    mp::put_array(b, 3);
+    mp::put_uint(b, all[i].first);
+    mp::put_str(b, describe(all[i].second->first));
+    mp::put_uint(b, all[i].second->site);
   }
 }
 
@@ -152,9 +182,39 @@ void Executor::define_op(mp::Reader& in) {
   if (handle) operators_[number] = std::make_unique<Operator>(*handle);
 }
 
-void Executor::made(uint64_t storage, at::Tensor t) {
-  if (__builtin_expect(log_allocations_, 0)) log_.push_back({executed_ + 1, storage, static_cast<int64_t>(t.storage().nbytes())});
-  store_.put(storage, std::move(t));
+void Executor::made(uint64_t storage, at::Tensor t, uint64_t site) {
+  auto s = static_cast<uint32_t>(site);
+  if (__builtin_expect(log_allocations_, 0))
+    log_.push_back({executed_ + 1, storage, static_cast<int64_t>(t.storage().nbytes()), s, now_ns()});
+  store_.put(storage, std::move(t), s);
+}
+
+// The tensor whose memory the operator's result may take (EXE-4), as far as the record tells: it dies here and has the
+// result's geometry. Whether an argument is a view of it shows when the arguments are decoded.
+const at::Tensor* Executor::find_donor(const Operator& op, mp::Reader args, uint64_t* id) {
+  mp::Reader first = args;
+  args.skip();
+  if (args.array() != 1) return nullptr;
+  args.array();
+  args.skip();
+  auto g = read_geometry(args);
+  if (op.donation == Operator::Donation::InPlace) {
+    first.array();
+    if (first.kind() != mp::Kind::Int) return nullptr;
+  }
+  for (int32_t at = dying_at(*batches_.front(), executed_ + 1); at >= 0; at = dying_[static_cast<size_t>(at)].next) {
+    *id = dying_[static_cast<size_t>(at)].storage;
+    if (op.donation == Operator::Donation::InPlace && mp::Reader(first).uint() != *id) continue;
+    auto* slot = store_.find(*id);
+    if (!slot || !slot->first.defined()) continue;
+    const auto& t = slot->first;
+    auto* impl = t.unsafeGetTensorImpl();
+    if (t.scalar_type() == g.dtype && impl->sizes() == c10::IntArrayRef(g.sizes) &&
+        impl->strides() == c10::IntArrayRef(g.strides) && t.numel() > 0 && impl->is_non_overlapping_and_dense() &&
+        t.storage().nbytes() == bytes_of(t) && t.storage().data_ptr().get_deleter() != &end_borrowed && sole(t))
+      return &t;
+  }
+  return nullptr;
 }
 
 void Executor::op(mp::Reader& in) {
@@ -162,15 +222,21 @@ void Executor::op(mp::Reader& in) {
   mp::Reader args = in;
   CausePtr cause;
   made_.clear();
+  const at::Tensor* donor = nullptr;
+  uint64_t donor_id = 0;
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
+    if (executed_ + 1 == received_ && lookahead_ns_) look_ahead(args);
     Decoder d(in, store_, generators_);
     if (!op) operator_at(number);
+    if (op->twin && dying_at(*batches_.front(), executed_ + 1) >= 0) donor = find_donor(*op, args, &donor_id);
+    if (__builtin_expect(!loans_.empty(), 0) && !op->mutates.empty())
+      for (uint64_t storage : written_storages(*op, args)) before_write(storage);
     if (op->unboxed) {
-      op->unboxed(d, made_);
+      op->unboxed(d, donor, made_);
     } else {
       torch::jit::Stack stack;
-      call_boxed(*op, d, stack, made_);
+      call_boxed(*op, d, stack, donor, made_);
     }
     cause = d.poison();
   } catch (...) {
@@ -178,6 +244,11 @@ void Executor::op(mp::Reader& in) {
     note_failure(cause);
     in = args;
     in.skip();
+  }
+  if (donor && made_.size() == 1 && made_[0].is_same(*donor)) {  // the same memory under another name
+    ++donations_;
+    if (__builtin_expect(log_allocations_, 0)) log_.push_back({executed_ + 1, donor_id, -1, 0, now_ns()});
+    store_.erase(donor_id);
   }
   size_t n = in.array();
   if (!cause && n != made_.size())
@@ -190,7 +261,7 @@ void Executor::op(mp::Reader& in) {
     auto geometry = read_geometry(in);
     if (!cause) {
       try {
-        made(storage, conform(*op, std::move(made_[i]), geometry));
+        made(storage, conform(*op, std::move(made_[i]), geometry), site);
         continue;
       } catch (...) {
         cause = cause_of("internal", op->name, describe_arguments(*op, args, store_), site);
@@ -214,7 +285,10 @@ void Executor::ask(mp::Reader& in) {
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
     Decoder d(in, store_, generators_);
-    call_boxed(operator_at(number), d, stack, fresh, &written);
+    operator_at(number);
+    if (!loans_.empty())
+      for (uint64_t storage : written_storages(*op, args)) before_write(storage);
+    call_boxed(*op, d, stack, nullptr, fresh, &written);
     cause = d.poison();
   } catch (...) {
     cause = cause_of("call", op ? op->name : "an unknown operator", op ? describe_arguments(*op, args, store_) : "()", site);
@@ -245,7 +319,7 @@ void Executor::ask(mp::Reader& in) {
     mp::put_array(b, 2);
     mp::put_uint(b, next);
     put_geometry(b, t);
-    made(next++, t);
+    made(next++, t, site);
   };
   for (size_t i = 0; i < stack.size(); ++i) {
     const auto& v = stack[i];
@@ -299,7 +373,7 @@ void Executor::alloc(mp::Reader& in) {
       at::Tensor bytes = at::detail::empty_cpu({static_cast<int64_t>(nbytes)}, at::kByte);
       t = view_of(bytes, g);
     }
-    made(storage, t);
+    made(storage, t, site);
   } catch (...) {
     poison(storage, cause_of("internal", "an allocation", "(" + std::to_string(nbytes) + " bytes)", site));
   }
@@ -314,7 +388,7 @@ void Executor::put(mp::Reader& in) {
     at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
     TORCH_CHECK(bytes.size() == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", bytes.size());
     std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
-    made(storage, t);
+    made(storage, t, site);
   } catch (...) {
     poison(storage, cause_of("internal", "an upload", "", site));
   }
@@ -327,27 +401,25 @@ void Executor::map(mp::Reader& in) {
   size_t n = in.uint();
   uint64_t site = in.uint();
   try {
-    made(storage, adopt_counted(open_segment(pid, fd, n), g));
+    made(storage, adopt_upload(open_segment(pid, fd, 0, n, Sharing::Owned), g), site);
   } catch (...) {
     poison(storage, cause_of("internal", "an upload", "", site));
   }
 }
 
-// Appends a payload: the bytes, or a segment that the reader maps and whose token it then releases.
-void Executor::payload(Buffer& b, const at::Tensor& t) {
+// Appends a payload: the bytes, or the part of the pool where they lie, lent until the reader releases the token.
+// `t` is dense. What is not in the pool (an upload, another worker's tensor) is copied into it, and so is what would keep
+// a much larger storage alive.
+void Executor::payload(Buffer& b, at::Tensor t) {
   size_t n = bytes_of(t);
   if (n <= kInlineBytes) return mp::put_bin(b, n ? t.const_data_ptr() : "", n);
-  Mapping m = make_segment("dtorch-value", n);
-  std::memcpy(m.data, t.const_data_ptr(), n);
-  m.unmap();
-  uint64_t token = next_token_++;
-  exported_.emplace(token, m.fd);
+  if (!pool().contains(t.const_data_ptr()) || t.storage().nbytes() / 2 > n) t = t.clone(at::MemoryFormat::Preserve);
   mp::put_array(b, 5);
   mp::put_int(b, getpid());
-  mp::put_int(b, m.fd);
-  mp::put_int(b, 0);
+  mp::put_int(b, pool().fd());
+  mp::put_uint(b, pool().offset_of(t.const_data_ptr()));
   mp::put_uint(b, n);
-  mp::put_uint(b, token);
+  mp::put_uint(b, lend(t.storage()));
 }
 
 void Executor::fetch(mp::Reader& in) {
@@ -430,36 +502,28 @@ void Executor::recv_tensor(mp::Reader& in) {
       at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
       TORCH_CHECK(bytes.size() == bytes_of(t), "a copy of ", bytes_of(t), " bytes came with ", bytes.size());
       if (!bytes.empty()) std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
-      return made(storage, t);
+      return made(storage, t, site);
     }
     size_t fields = p.array();
-    if (fields == 7) {  // the source's cause
+    if (fields == 8) {  // the source's cause
       auto cause = std::make_shared<Cause>();
       cause->error = std::move(payload);
       cause->reported = true;  // the source reports it
       return store_.poison(storage, cause);
     }
     int pid = static_cast<int>(p.integer()), fd = static_cast<int>(p.integer());
-    p.integer();
-    size_t n = p.uint();
-    uint64_t token = p.uint();
-    Mapping m;
+    size_t offset = p.uint(), n = p.uint();
+    auto borrowed = std::make_unique<Borrowed>(this, Mapping{}, p.uint(), source);
     try {
-      m = open_segment(pid, fd, n);
+      borrowed->map = open_segment(pid, fd, offset, n, Sharing::Lent);
     } catch (const std::exception&) {  // its maker is gone, and with it the segment
       auto cause = make_cause("peer", "WorkerDied", "worker " + std::to_string(source) + " died before its tensor was taken",
                               "a copy between workers", "", site);
-      poison(storage, cause);
+      return poison(storage, cause);
     }
-    out_.clear();
-    mp::put_array(out_, 4);
-    out_.push(static_cast<uint8_t>(Message::TRANSFER_DONE));
-    mp::put_uint(out_, token);
-    mp::put_int(out_, source);
-    mp::put_int(out_, worker_);
-    reply(out_);
-    if (!m.data) return;
-    made(storage, adopt_counted(m, g));
+    memory_stats().mapped += static_cast<int64_t>(n);
+    void* data = borrowed->map.data;
+    made(storage, adopt({data, borrowed.release(), &end_borrowed, c10::Device(c10::DeviceType::CPU)}, n, g), site);
   } catch (...) {
     poison(storage, cause_of("internal", "a copy between workers", "", site));
   }
@@ -471,6 +535,7 @@ void Executor::resize(mp::Reader& in) {
   auto* s = store_.find(storage);
   if (!s || !s->first.defined()) return;
   try {
+    before_write(storage);
     auto* impl = s->first.storage().unsafeGetStorageImpl();
     auto* alloc = c10::GetAllocator(c10::DeviceType::CPU);
     auto data = alloc->allocate(nbytes);
@@ -548,23 +613,38 @@ void Executor::stats(mp::Reader& in) {
   b.push(static_cast<uint8_t>(Message::DONE));
   mp::put_uint(b, request);
   mp::put_int(b, worker_);
-  if (what == "log") {  // rows [sequence number, storage, bytes or -1]
+  if (what == "log") {  // rows [sequence number, storage, bytes or -1, site, nanoseconds]
     mp::put_array(b, log_.size());
     for (auto& row : log_) {
-      mp::put_array(b, 3);
+      mp::put_array(b, 5);
       mp::put_uint(b, row.seq);
       mp::put_uint(b, row.storage);
       mp::put_int(b, row.nbytes);
+      mp::put_uint(b, row.site);
+      mp::put_uint(b, row.ns);
     }
     log_.clear();
+  } else if (what == "live") {  // rows [storage, bytes, shape, site]
+    mp::put_array(b, store_.size());
+    for (auto& [id, slot] : store_) {
+      mp::put_array(b, 4);
+      mp::put_uint(b, id);
+      mp::put_uint(b, slot.first.defined() ? slot.first.storage().nbytes() : 0);
+      mp::put_str(b, slot.first.defined() ? describe(slot.first) : "poisoned");
+      mp::put_uint(b, slot.site);
+    }
   } else {
-    if (what == "reset_peak") m.peak = m.allocated;
+    if (what == "reset_peak") reset_peaks();
+    if (what == "empty_cache") empty_cache();
+    auto number = [](auto n) { return static_cast<int64_t>(n); };
     std::pair<const char*, int64_t> rows[] = {
-        {"allocated", m.allocated},         {"peak", m.peak},
-        {"blocks", m.live},                 {"allocations", m.allocations},
-        {"storages", static_cast<int64_t>(store_.size())},
-        {"executed", static_cast<int64_t>(executed_)}, {"received", static_cast<int64_t>(received_)},
-        {"exported", static_cast<int64_t>(exported_.size())}};
+        {"allocated", m.allocated}, {"peak", m.peak}, {"blocks", m.live}, {"peak_blocks", m.peak_live},
+        {"allocations", m.allocations}, {"total", m.total}, {"retries", m.retries}, {"ooms", m.failures},
+        {"reserved", number(pool().reserved())}, {"peak_reserved", number(pool().peak_reserved())},
+        {"limit", number(pool().limit())}, {"machine", number(machine_memory())}, {"available", number(available_memory())},
+        {"mapped", m.mapped}, {"loans", number(loans_.size())}, {"storages", number(store_.size())},
+        {"donations", donations_}, {"lookaheads", lookaheads_}, {"lookahead_hits", lookahead_hits_},
+        {"executed", number(executed_)}, {"received", number(received_)}};
     mp::put_array(b, std::size(rows));
     for (auto& [name, value] : rows) {
       mp::put_array(b, 2);
@@ -582,6 +662,8 @@ void Executor::option(mp::Reader& in) {
   else if (name == "threads") at::set_num_threads(static_cast<int>(value));
   else if (name == "default_dtype") c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<at::ScalarType>(value)));
   else if (name == "flush_denormal") at::globalContext().setFlushDenormal(value != 0);
+  else if (name == "memory_limit") pool().set_limit(static_cast<size_t>(value));
+  else if (name == "lookahead_us") lookahead_ns_ = value * 1000;
   else if (name == "record_allocations") log_allocations_ = value != 0, log_.clear();
   else throw mp::FormatError("the worker has no option " + std::string(name));
 }

@@ -24,6 +24,7 @@ using CausePtr = std::shared_ptr<Cause>;
 struct Slot {
   at::Tensor first;
   CausePtr poison;
+  uint32_t site = 0;  // the client's line that made it
 };
 
 class Store {
@@ -34,9 +35,10 @@ class Store {
   }
   // Throws when the id is unknown: the client and the worker disagree, which is a bug of ours.
   Slot& at(uint64_t id);
-  void put(uint64_t id, at::Tensor t) {
+  void put(uint64_t id, at::Tensor t, uint32_t site) {
     auto& s = slots_[id];
     s.first = std::move(t);
+    s.site = site;
     s.poison.reset();
   }
   void poison(uint64_t id, const CausePtr& cause) {
@@ -46,6 +48,8 @@ class Store {
   }
   bool erase(uint64_t id) { return slots_.erase(id) != 0; }
   size_t size() const { return slots_.size(); }
+  auto begin() const { return slots_.begin(); }
+  auto end() const { return slots_.end(); }
 
  private:
   ska::flat_hash_map<uint64_t, Slot> slots_;
