@@ -176,8 +176,8 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.RNG_SET: "Set the generator's state from bytes.",
     Record.SYNC: "Answer with DONE when all before it has been executed, or ERROR with the first unreported failure.",
     Record.RESIZE: "Resize a storage to `nbytes`, keeping its bytes (as untyped_storage().resize_).",
-    Record.STATS: "Answer with DONE: counters for `memory`, `reset_peak`, `empty_cache` (after it); rows for `log`, `live`.",
-    Record.OPTION: "Set a number: `memory_limit`, `lookahead_us`, `record_allocations`, `deterministic`, `threads`, ...",
+    Record.STATS: "Answer with DONE: counters (`memory`; after `reset_peak`, `empty_cache`) or rows (`log`, `live`).",
+    Record.OPTION: "Set a number: `memory_limit`, `lookahead_us`, `record_allocations`, `deterministic`, ...",
 }
 
 #: Fields of the arrays nested in records and messages.

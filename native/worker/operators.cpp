@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <sstream>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "common/protocol.h"
 
@@ -18,6 +19,11 @@ namespace {
 const std::unordered_map<std::string, std::vector<int>> kSilentWrites = {
     {"aten::native_batch_norm", {3, 4}},  // running mean and variance
 };
+
+// Pointwise operators that PyTorch does not tag so.
+const std::unordered_set<std::string> kUntagged = {"aten::hardswish",         "aten::hardswish_backward",
+                                                   "aten::softplus_backward", "aten::leaky_relu_backward",
+                                                   "aten::elu_backward",      "aten::floor_divide"};
 
 bool same_arguments(const c10::FunctionSchema& a, const c10::FunctionSchema& b, size_t n) {
   for (size_t i = 0; i < n; ++i)
@@ -48,7 +54,8 @@ void find_twin(Operator& op) {
   size_t n = schema.arguments().size();
   bool functional = schema.returns().size() == 1 && schema.returns()[0].type()->kind() == c10::TypeKind::TensorType &&
                     !schema.returns()[0].alias_info() && op.writes.empty();
-  if (!functional || !op.handle.hasTag(at::Tag::pointwise) || op.handle.hasTag(at::Tag::nondeterministic_seeded)) return;
+  bool pointwise = op.handle.hasTag(at::Tag::pointwise) || kUntagged.count(schema.name());
+  if (!functional || !pointwise || op.handle.hasTag(at::Tag::nondeterministic_seeded)) return;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : overloads(schema.name())) {
     auto out = dispatcher.findSchema(name);

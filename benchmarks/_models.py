@@ -1,0 +1,127 @@
+"""The work that the memory benchmarks do: the example's Stable Diffusion 3, and a Llama larger than the example's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from _sd3_model import PRESETS, build_pipeline
+from sd3 import Studio
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY, SEQUENCE = 4096, 256
+
+
+class StableDiffusion:
+    """The example's pipeline, its weights on one device; calling it issues a picture."""
+
+    def __init__(
+        self,
+        preset: str,
+        engine: str,
+        dtype: torch.dtype = torch.float32,
+        size: int | None = None,
+        steps: int | None = None,
+    ) -> None:
+        sizes = PRESETS[preset]
+        self._args = argparse.Namespace(
+            engine="torch" if engine == "eager" else "dtorch",
+            workers=1,
+            prompt="a red fox in the snow, oil painting",
+            negative_prompt="blurry, low quality",
+            size=size or sizes.size,
+            steps=steps or sizes.steps,
+            seed=0,
+        )
+        self._studio = Studio(build_pipeline(sizes, 0, dtype), sizes)
+        self._studio.place(self._args)
+        self.modules: list[nn.Module] = self._studio.modules
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """What is there before and after a picture."""
+        return weights(self.modules)
+
+    def __call__(self) -> Any:
+        return self._studio.draw(self._args)
+
+
+class LlamaForward:
+    """A forward pass without a cache over two sequences; calling it issues one and returns the logits.
+
+    The logits of all tokens (8 MiB) are most of what is held at the peak; ``last_only`` makes those of the last one.
+    """
+
+    def __init__(self, device: str, last_only: bool = False) -> None:
+        model = llama().to(device)
+        self._model = model
+        self._tokens = tokens(2).to(device)
+        self._keep = 1 if last_only else 0  # 0 means all
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """What is there before and after a pass: weights and tokens."""
+        yield from weights([self._model])
+        yield self._tokens
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        logits: torch.Tensor = self._model(input_ids=self._tokens, use_cache=False, logits_to_keep=self._keep).logits
+        return logits
+
+
+class LlamaTraining:
+    """AdamW steps on the same two sequences, the weights on one device; calling it issues one."""
+
+    def __init__(self, device: str) -> None:
+        self._model = llama().to(device).train()
+        self._batch = tokens(2).to(device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """What is there between steps: weights, the optimizer's state, the batch."""
+        yield from weights([self._model])
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        yield self._batch
+
+    def __call__(self) -> None:
+        self._model(input_ids=self._batch, labels=self._batch).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def llama() -> LlamaForCausalLM:
+    """A Llama of 5.8 million parameters on the CPU, weights by seed."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens(batch: int, length: int = SEQUENCE) -> torch.Tensor:
+    """Random tokens (batch, length) on the CPU, by seed."""
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def weights(modules: list[nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers."""
+    for module in modules:
+        yield from module.parameters()
+        yield from module.buffers()

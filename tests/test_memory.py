@@ -1,0 +1,393 @@
+"""Lending, donation, limits, statistics and history: what a worker's memory does beyond being freed in time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from holding import busy
+from same import Device, assert_same
+
+import dtorch
+from dtorch import _client
+from dtorch.client.engine import Engine
+from dtorch.protocol import INLINE_BYTES
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+N = INLINE_BYTES  # floats: four times what still travels inside a message
+
+
+def loans(worker: int = 0) -> int:
+    return dtorch.worker_stats(worker)["loans"]
+
+
+# -- lending
+
+
+@pytest.mark.parametrize("fetch", [torch.Tensor.cpu, lambda t: t.to("cpu"), lambda t: t.to_torch()])
+def test_shm2_a_fetched_value_is_mapped_and_given_back(fetch: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = dtorch.arange(N) * 2
+    value = fetch(x)
+    assert loans() == 1
+    allocated = dtorch.memory_allocated()
+    del x
+    assert dtorch.memory_allocated() == allocated  # the loan holds it
+    assert torch.equal(value, torch.arange(N) * 2)
+    view = value[5:7]
+    del value
+    gc.collect()
+    assert loans() == 1
+    assert view.tolist() == [10, 12]
+    del view
+    gc.collect()
+    assert loans() == 0
+    assert dtorch.memory_allocated() <= allocated - 8 * N
+
+
+def test_shm3_writing_to_a_fetched_value_changes_only_that() -> None:
+    x = dtorch.ones(N)
+    a, b = x.cpu(), x.cpu()
+    a += 1
+    assert b.unique().tolist() == [1.0]
+    assert x.unique().tolist() == [1.0]
+    assert a.unique().tolist() == [2.0]
+    a.resize_(2 * N)[N:] = 3  # a normal tensor in every respect
+    assert a[N - 1 : N + 1].tolist() == [2.0, 3.0]
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda x: x.add_(1),
+    "mul_scalar": lambda x: x.mul_(3),
+    "a_slice": lambda x: x[:10].zero_(),
+    "setitem": lambda x: x.__setitem__(slice(None, None, 2), -1.0),
+    "out": lambda x: torch.exp(x, out=x),
+    "index_put_": lambda x: x.index_put_((dtorch.tensor([1, 5]),), dtorch.tensor([8.0, 9.0])),
+    "foreach": lambda x: torch._foreach_add_([x], 1.0),
+    "copy_": lambda x: x.copy_(dtorch.zeros(N)),
+    "random": lambda x: x.uniform_(),
+    "running_mean": lambda x: F.batch_norm(dtorch.rand(4, N), x, dtorch.ones(N), training=True),
+    "resize_": lambda x: x.untyped_storage().resize_(4 * N + 4096),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_shm2_what_is_lent_is_a_snapshot(write: Callable[[torch.Tensor], object]) -> None:
+    x = dtorch.ones(N) * 2
+    early, later = x.cpu(), x.to("dtorch:1")
+    pending = x.to_torch_async()
+    write(x)
+    assert early.unique().tolist() == [2.0]
+    assert pending.get().unique().tolist() == [2.0]
+    assert later.unique().tolist() == [2.0]
+    write_again = x.cpu()
+    x.add_(1)
+    assert_same(x, write_again + 1)
+
+
+def test_a_slice_of_something_much_larger_does_not_keep_it() -> None:
+    x = dtorch.rand(16 * N)
+    before = dtorch.memory_allocated()
+    value = x[: N + 5].cpu()
+    assert loans() == 1
+    del x
+    assert dtorch.memory_allocated() <= before - 14 * 4 * N
+    assert value.shape == (N + 5,)
+
+
+def test_strided_and_conjugate_values_are_eagers() -> None:
+    def program(on: Device) -> list[torch.Tensor]:
+        x = on(300, 400)
+        c = on(200, 300, dtype=torch.complex64)
+        return [
+            x.t(),
+            x[::2],
+            x[:, ::3].t(),
+            x[::2, 1:].transpose(0, 1),
+            c.conj(),
+            c.imag,
+            c.t().conj(),
+            x.expand(2, 300, 400),
+        ]
+
+    copies: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda t: t.to("cpu", copy=True),
+        lambda t: t.to("cpu", memory_format=torch.contiguous_format, copy=True),
+        lambda t: t.to("cpu", torch.complex128, copy=True),
+    ]
+    for ours, eager in zip(program(Device("dtorch")), program(Device("cpu")), strict=True):
+        for copy in copies:
+            got, want = copy(ours), copy(eager)
+            assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+            assert torch.equal(got.resolve_conj(), want.resolve_conj())
+
+
+def test_a_copy_between_workers_is_mapped_and_both_go_on() -> None:
+    x = dtorch.arange(N) + 0.5
+    y = x.to("dtorch:1")
+    dtorch.synchronize()
+    assert loans(0) == 1
+    assert dtorch.worker_stats(1)["mapped"] == 4 * N
+    y.add_(1)
+    assert torch.equal(x.cpu(), torch.arange(N) + 0.5)
+    z = y.to("dtorch:0")  # back again: what is borrowed is not lent on
+    assert torch.equal(z.cpu(), torch.arange(N) + 1.5)
+    allocated = dtorch.memory_allocated(0)
+    del x
+    assert dtorch.memory_allocated(0) == allocated
+    del y
+    assert processes.wait_until(lambda: dtorch.memory_allocated(0) <= allocated - 4 * N, 10)
+    assert z.sum().item() == (torch.arange(N) + 1.5).sum().item()
+
+
+def test_a_dead_readers_loans_come_back(no_engine: None) -> None:
+    dtorch.init(workers=2, device="cpu")
+    running = dtorch.client.engine.current()
+    assert running is not None
+    x = dtorch.ones(N)
+    y = x.to("dtorch:1")
+    dtorch.synchronize()
+    before = dtorch.memory_allocated(0)
+    del x
+    assert dtorch.memory_allocated(0) == before
+    os.kill(running.pids()["worker-1"], signal.SIGKILL)
+    assert processes.wait_until(lambda: dtorch.memory_allocated(0) <= before - 4 * N, 10)
+    assert loans(0) == 0
+    del y
+
+
+# -- donation
+
+
+def donated(program: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Its result, and how many of its operators took an argument's memory. The worker is busy until all is issued."""
+    program()
+    before = dtorch.worker_stats()["donations"]
+    wait = busy(rounds=6)
+    result = program()
+    _client.flush()
+    issued, executed = dtorch.progress()[0]
+    assert executed < issued, "the worker was still busy"
+    del wait
+    return result, dtorch.worker_stats()["donations"] - before
+
+
+#: Pointwise operators of every kind: unboxed and boxed, by out= and in place, with several arguments.
+POINTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "exp": torch.exp,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "add_scalar": lambda x: x + 1,
+    "with_itself": lambda x: x * x,
+    "pow": lambda x: x**2,
+    "abs": torch.abs,
+    "clamp": lambda x: x.clamp(-0.5, 0.5),
+    "erf": torch.erf,
+    "log1p": torch.log1p,
+    "floor_divide": lambda x: x // 0.3,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "hardswish": F.hardswish,
+    "masked_fill": lambda x: x.masked_fill(MASK.to(x.device), 7.0),
+    "where": lambda x: torch.where(MASK.to(x.device), x, x),
+    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5),
+    "lerp": lambda x: torch.lerp(x, x, 0.25),
+    "floor": torch.floor,
+    "logit": lambda x: torch.logit(x, eps=0.2),
+    "nan_to_num": torch.nan_to_num,
+    "softplus": F.softplus,
+}
+MASK = torch.arange(300).reshape(20, 15) % 3 == 0
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_exe4_a_pointwise_result_takes_the_memory_of_what_dies(name: str) -> None:
+    op = POINTWISE[name]
+    eager = torch.randn(20, 15, generator=torch.Generator().manual_seed(3))
+    here = eager.to("dtorch")
+    result, n = donated(lambda: op(here + 0))
+    assert n >= 1
+    assert_same(result, op(eager + 0))
+
+
+def test_exe4_nothing_is_donated_that_somebody_still_has() -> None:
+    here = dtorch.rand(64, 64)
+
+    def held() -> torch.Tensor:
+        return here.sin()
+
+    def viewed() -> torch.Tensor:
+        return torch.add(x := here.matmul(here), x.t())
+
+    def other_dtype() -> torch.Tensor:
+        return here.matmul(here) > 0
+
+    def broadcast() -> torch.Tensor:
+        return here.sum(0) + here
+
+    def not_pointwise() -> torch.Tensor:
+        return torch.cumsum(here.matmul(here), 0)
+
+    for program in (held, viewed, other_dtype, broadcast, not_pointwise):
+        result, n = donated(program)
+        assert n == 0, program.__name__
+        assert torch.equal(result.cpu(), program().cpu())
+
+
+def test_exe4_a_lent_value_is_not_donated() -> None:
+    wait = busy(rounds=6)
+    x = dtorch.ones(N) * 3
+    pending = x.to_torch_async()
+    y = x.exp()
+    del x
+    z = y.to("dtorch:1")
+    w = y.neg()
+    del y
+    _client.flush()
+    assert dtorch.progress()[0][1] < dtorch.progress()[0][0], "the worker was still busy"
+    assert pending.get().unique().tolist() == [3.0]
+    assert z.unique().tolist() == [torch.tensor(3.0).exp().item()]
+    assert w.unique().tolist() == [-torch.tensor(3.0).exp().item()]
+    del wait
+
+
+def test_four_pointwise_lines_hold_one_tensor() -> None:
+    n = 1 << 20
+
+    def four_lines() -> torch.Tensor:
+        a = dtorch.rand(n)
+        b = a.exp()
+        c = b.sin()
+        d = c * 2
+        return d  # noqa: RET504 (the four lines are the point: eager PyTorch holds four tensors here)
+
+    four_lines()
+    dtorch.synchronize()
+    dtorch.reset_peak_memory_stats()
+    before = dtorch.memory_allocated()
+    wait = busy(rounds=6)
+    result = four_lines()
+    _client.flush()
+    issued, executed = dtorch.progress()[0]
+    assert executed < issued, "the worker was still busy"
+    two_matrices = 2 * 4 * 1500 * 1500
+    assert dtorch.max_memory_allocated() - before <= two_matrices + 4 * n + 4096
+    del wait, result
+
+
+# -- limits
+
+
+def test_a_worker_keeps_to_its_limit_and_lives_on(no_engine: None) -> None:
+    dtorch.init(workers=1, device="cpu", memory_limit=64 << 20)
+    assert dtorch.mem_get_info()[1] == 64 << 20
+    keep = dtorch.ones(4 << 20)  # 16 MiB
+    with pytest.raises(dtorch.OutOfMemoryError) as caught:
+        (dtorch.zeros(16 << 20) + keep[0]).sum().item()
+    message = str(caught.value)
+    assert "the worker's limit is 67108864" in message
+    assert re.search(
+        rf"16777216 bytes  Tensor\[float32, \(4194304,\)\]  made at {re.escape(__file__)}:\d+ in test_", message
+    )
+    assert dtorch.memory_stats()["num_ooms"] == 1
+    # What is freed can be used again, and what only the pool holds is given back for it.
+    for _ in range(3):
+        assert dtorch.ones(8 << 20).sum().item() == 8 << 20
+        assert dtorch.ones(9 << 20).sum().item() == 9 << 20
+    assert dtorch.max_memory_reserved() <= 64 << 20
+    assert keep.sum().item() == 4 << 20
+
+
+def test_a_short_worker_waits_for_releases_under_way(no_engine: None) -> None:
+    dtorch.init(workers=1, device="cpu", memory_limit=100 << 20)
+    for _ in range(30):  # each holds 32 MiB and is dropped as the next is made
+        x = dtorch.ones(8 << 20)
+        y = x.cumsum(0)
+        del x
+        z = y[-1]
+        del y
+    assert z.item() == 8 << 20
+
+
+def test_init_refuses_other_limits_and_nonsense(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="memory_limit=0: a whole number of bytes"):
+        dtorch.init(workers=2, memory_limit=0)
+    with pytest.raises(dtorch.EngineError, match=r"init was asked for .*memory_limit=1000000"):
+        dtorch.init(workers=2, device="cpu", memory_limit=1000000)
+
+
+def test_the_fraction_is_of_the_machine() -> None:
+    dtorch.set_per_process_memory_fraction(0.5)
+    assert dtorch.get_per_process_memory_fraction() == pytest.approx(0.5, abs=0.01)
+    dtorch.set_per_process_memory_fraction(1.0)
+    with pytest.raises(ValueError, match="fraction=2"):
+        dtorch.set_per_process_memory_fraction(2.0)
+
+
+# -- statistics and history
+
+
+def test_statistics_have_torch_cudas_names_and_meaning() -> None:
+    dtorch.empty_cache()
+    dtorch.reset_peak_memory_stats()
+    before = dtorch.memory_allocated()
+    x = dtorch.ones(1 << 20)
+    assert dtorch.memory_allocated() - before == 4 << 20
+    y = dtorch.cumsum(x, 0)
+    stats = dtorch.memory_stats()
+    assert stats["allocated_bytes.all.current"] == before + (8 << 20)
+    del x, y
+    assert dtorch.memory_allocated() == before
+    assert dtorch.max_memory_allocated() - before in range(8 << 20, (8 << 20) + 4096)
+    assert dtorch.memory_reserved() >= 8 << 20
+    assert dtorch.max_memory_reserved() >= dtorch.max_memory_allocated()
+    dtorch.empty_cache()
+    assert dtorch.memory_reserved() <= dtorch.memory_allocated() + (8 << 20)
+    dtorch.reset_peak_memory_stats()
+    assert dtorch.max_memory_allocated() == dtorch.memory_allocated()
+    cuda = {
+        "allocated_bytes.all.peak",
+        "reserved_bytes.all.current",
+        "allocation.all.current",
+        "num_alloc_retries",
+        "num_ooms",
+    }
+    assert cuda <= stats.keys()
+    free, total = torch.dtorch.mem_get_info()
+    assert 0 < free < total
+    kept = dtorch.ones(1 << 21)
+    summary = dtorch.memory_summary()
+    assert re.search(rf"8\.0 MiB  Tensor\[float32, \(2097152,\)\]  made at {re.escape(__file__)}:\d+", summary)
+    assert "made at" not in dtorch.memory_summary(abbreviated=True)
+    del kept
+
+
+def test_the_history_names_who_held_the_peak(tmp_path: Path) -> None:
+    path = tmp_path / "history.json"
+    kept = dtorch.ones(1 << 20)
+    with dtorch.record_memory_history(path):
+        a = dtorch.rand(1 << 20)
+        b = a.cumsum(0)
+        del a
+        b = b.cumsum(0)
+    saved = json.loads(path.read_text())
+    sizes = [row["bytes"] for row in saved["peak"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == saved["peak_bytes"]
+    lines = [row["line"] for row in saved["peak"] if row["bytes"] == 4 << 20]
+    assert len(lines) >= 3
+    assert all(
+        re.fullmatch(rf"{re.escape(__file__)}:\d+ in test_the_history_names_who_held_the_peak", line) for line in lines
+    )
+    assert saved["timeline"][-1][1] == sum(row["bytes"] for row in dtorch.live_tensors())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    del kept, b
