@@ -180,6 +180,78 @@ WHERE: dict[str, Program] = {
     "none": _no_grad(torch.where, (0, 4), (0, 4), (4,), change=lambda x, a, b: (x > 0, a, b)),
 }
 
+layer_norm, group_norm = torch.native_layer_norm, torch.native_group_norm
+
+LAYER_NORM: dict[str, Program] = {
+    "last": lambda on: layer_norm(on(2, 3, 8), (8,), on(8), on(8), 1e-5),
+    "plain": lambda on: layer_norm(on(2, 3, 8), (8,), None, None, 1e-5),
+    "two": lambda on: layer_norm(on(2, 3, 8), (3, 8), on(3, 8), None, 1e-5),
+    "all": lambda on: layer_norm(on(3, 8), (3, 8), None, None, 1e-5),
+    "one": lambda on: layer_norm(on(1, 1, 1), (1,), on(1), on(1), 1e-5),
+    "transposed": lambda on: layer_norm(on(8, 3).t(), (8,), on(8), on(8), 1e-5),
+    "sliced": lambda on: layer_norm(on(2, 3, 16)[..., ::2], (8,), on(8), on(8), 1e-5),
+    "none": lambda on: layer_norm(on(0, 8), (8,), on(8), on(8), 1e-5),
+    "bf16": lambda on: layer_norm(on(2, 8, dtype=torch.bfloat16), (8,), on(8, dtype=torch.bfloat16), None, 1e-5),
+    "mixed": lambda on: layer_norm(on(2, 8, dtype=torch.bfloat16), (8,), on(8), on(8), 1e-5),
+    "double": lambda on: layer_norm(on(2, 8, dtype=torch.float64), (8,), None, None, 1e-5),
+}
+
+GROUP_NORM: dict[str, Program] = {
+    "images": lambda on: group_norm(on(2, 6, 4, 5), on(6), on(6), 2, 6, 20, 3, 1e-5),
+    "plain": lambda on: group_norm(on(2, 6, 4, 5), None, None, 2, 6, 20, 1, 1e-5),
+    "vectors": lambda on: group_norm(on(2, 6), on(6), on(6), 2, 6, 1, 2, 1e-5),
+    "one": lambda on: group_norm(on(1, 1, 1, 1), on(1), on(1), 1, 1, 1, 1, 1e-5),
+    "bf16": lambda on: group_norm(
+        on(2, 6, 4, dtype=torch.bfloat16), on(6, dtype=torch.bfloat16), None, 2, 6, 4, 3, 1e-5
+    ),
+    "mixed": lambda on: group_norm(on(2, 6, 4, dtype=torch.bfloat16), on(6), on(6), 2, 6, 4, 3, 1e-5),
+    "double": lambda on: group_norm(on(2, 6, 4, dtype=torch.float64), None, None, 2, 6, 4, 6, 1e-5),
+    "channels_last": lambda on: F.group_norm(on(2, 6, 4, 5).to(memory_format=torch.channels_last), 3),
+}
+
+
+def _conv(x: tuple[int, ...], w: tuple[int, ...], bias: bool = True, **kwargs: Any) -> Program:
+    change = kwargs.pop("change", lambda t: t)
+    dtype = kwargs.pop("dtype", torch.float32)
+    function = (F.conv1d, F.conv2d, F.conv3d)[len(w) - 3]
+    return lambda on: function(
+        change(on(*x, dtype=dtype)), on(*w, dtype=dtype), on(w[0], dtype=dtype) if bias else None, **kwargs
+    )
+
+
+CONVOLUTION: dict[str, Program] = {
+    "images": _conv((2, 3, 8, 9), (4, 3, 3, 3), padding=1),
+    "no_bias": _conv((2, 3, 8, 9), (4, 3, 3, 3), False),
+    "stride": _conv((2, 3, 8, 9), (4, 3, 2, 3), stride=(2, 3)),
+    "dilation": _conv((2, 3, 8, 9), (4, 3, 3, 2), dilation=2, padding=(2, 0)),
+    "groups": _conv((2, 4, 8, 9), (6, 2, 3, 3), groups=2),
+    "depthwise": _conv((1, 4, 8, 9), (4, 1, 3, 3), groups=4, padding=1),
+    "one_by_one": _conv((1, 8, 5, 5), (4, 8, 1, 1)),
+    "one_pixel": _conv((2, 3, 3, 3), (4, 3, 3, 3)),
+    "one_channel": _conv((2, 1, 5, 5), (1, 1, 3, 3)),
+    "same": _conv((2, 3, 8, 8), (4, 3, 3, 3), padding="same"),
+    "unbatched": _conv((3, 8, 9), (4, 3, 3, 3)),
+    "large": _conv((1, 16, 40, 40), (32, 16, 3, 3), padding=1),
+    "lines": _conv((2, 3, 8), (4, 3, 3), padding=1),
+    "one_line": _conv((1, 1, 8), (1, 1, 3)),
+    "volumes": _conv((1, 2, 4, 5, 6), (3, 2, 2, 2, 2), stride=2),
+    "double": _conv((2, 3, 8, 9), (4, 3, 3, 3), dtype=torch.float64),
+    "bf16": _conv((2, 3, 8, 9), (4, 3, 3, 3), dtype=torch.bfloat16),
+    "none": _conv((0, 3, 8, 9), (4, 3, 3, 3)),
+    "sliced": _conv((2, 3, 8, 18), (4, 3, 3, 3), change=lambda x: x[..., ::2]),
+    "channels_last": _conv((2, 3, 8, 9), (4, 3, 3, 3), change=lambda x: x.to(memory_format=torch.channels_last)),
+    "transposed": lambda on: F.conv_transpose2d(on(2, 3, 4, 5), on(3, 4, 3, 3), on(4), stride=2),
+    "gradients": lambda on: _gradients(on),
+}
+
+
+def _gradients(on: Device) -> list[torch.Tensor]:
+    x, w, b = on.parameter(2, 3, 8, 9), on.parameter(4, 3, 3, 3), on.parameter(4)
+    y = F.group_norm(F.conv2d(x, w, b), 2)
+    F.layer_norm(y, (6, 7)).pow(2).sum().backward()
+    return [y, x.grad, w.grad, b.grad]
+
+
 RULES: dict[str, dict[str, Program]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu.": FLASH,
     "aten::embedding.": EMBEDDING,
@@ -187,6 +259,9 @@ RULES: dict[str, dict[str, Program]] = {
     "aten::linear.": LINEAR,
     "aten::matmul.": MATMUL,
     "aten::where.self": WHERE,
+    "aten::native_layer_norm.": LAYER_NORM,
+    "aten::native_group_norm.": GROUP_NORM,
+    "aten::convolution.": CONVOLUTION,
 }
 
 

@@ -122,6 +122,78 @@ bool where(at::ArrayRef<c10::IValue> args, Entry& e) {
   return true;
 }
 
+// A tensor that an optional argument gives, or null.
+const at::Tensor* given(const c10::IValue& v) { return v.isTensor() && tensor(v).defined() ? &tensor(v) : nullptr; }
+
+bool plain_float(const at::Tensor& t) {
+  auto d = t.scalar_type();
+  return (d == at::kFloat || d == at::kDouble || d == at::kBFloat16) && t.numel() > 0;
+}
+
+// A weight or bias that fits: absent, or of this type and these sizes.
+bool fits(const at::Tensor* t, at::ScalarType dtype, c10::IntArrayRef sizes) {
+  return !t || (t->scalar_type() == dtype && t->sizes() == sizes);
+}
+
+bool row_major_throughout(const at::Tensor& t) {
+  return t.is_contiguous() && t.suggest_memory_format() == at::MemoryFormat::Contiguous;
+}
+
+// (input, normalized_shape, weight, bias, eps) -> (output, mean, rstd)
+bool layer_norm(at::ArrayRef<c10::IValue> args, Entry& e) {
+  const auto& x = tensor(args[0]);
+  auto shape = args[1].toIntVector();
+  auto n = static_cast<int64_t>(shape.size());
+  auto dtype = x.scalar_type();
+  if (n == 0 || n > x.dim() || !plain_float(x) || x.sizes().slice(static_cast<size_t>(x.dim() - n)) != c10::IntArrayRef(shape) ||
+      !fits(given(args[2]), dtype, shape) || !fits(given(args[3]), dtype, shape))
+    return false;
+  Dims statistics(x.sizes().begin(), x.sizes().end());
+  for (size_t i = statistics.size() - shape.size(); i < statistics.size(); ++i) statistics[i] = 1;
+  add(e, dtype, x.sizes(), row_major(x.sizes()));
+  add(e, dtype, statistics, row_major(statistics));
+  add(e, dtype, statistics, row_major(statistics));
+  return true;
+}
+
+// (input, weight, bias, N, C, HxW, groups, eps) -> (output, mean, rstd)
+bool group_norm(at::ArrayRef<c10::IValue> args, Entry& e) {
+  const auto& x = tensor(args[0]);
+  int64_t batch = args[3].toInt(), channels = args[4].toInt(), positions = args[5].toInt(), groups = args[6].toInt();
+  auto dtype = x.scalar_type();
+  if (!plain_float(x) || !row_major_throughout(x) || groups < 1 || channels % groups || x.dim() < 2 || x.size(0) != batch ||
+      x.size(1) != channels || x.numel() != batch * channels * positions || !fits(given(args[1]), dtype, {channels}) ||
+      !fits(given(args[2]), dtype, {channels}))
+    return false;
+  add(e, dtype, x.sizes(), row_major(x.sizes()));
+  for (int i = 0; i < 2; ++i) add(e, dtype, {batch, groups}, {groups, 1});
+  return true;
+}
+
+// (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups); row-major in, row-major out
+bool convolution(at::ArrayRef<c10::IValue> args, Entry& e) {
+  const auto &x = tensor(args[0]), &w = tensor(args[1]);
+  if (args[6].toBool() || !plain_float(x) || x.dim() < 3 || w.dim() != x.dim() || w.scalar_type() != x.scalar_type() ||
+      w.numel() == 0 || !row_major_throughout(x) || !row_major_throughout(w))
+    return false;
+  auto stride = args[3].toIntVector(), padding = args[4].toIntVector(), dilation = args[5].toIntVector();
+  int64_t groups = args[8].toInt();
+  size_t spatial = static_cast<size_t>(x.dim()) - 2;
+  if (stride.size() != spatial || padding.size() != spatial || dilation.size() != spatial || groups < 1 ||
+      x.size(1) != w.size(1) * groups || w.size(0) % groups || !fits(given(args[2]), x.scalar_type(), {w.size(0)}))
+    return false;
+  Dims sizes{x.size(0), w.size(0)};
+  for (size_t i = 0; i < spatial; ++i) {
+    auto d = static_cast<int64_t>(i) + 2;
+    if (stride[i] < 1 || dilation[i] < 1 || padding[i] < 0) return false;
+    int64_t kernel = dilation[i] * (w.size(d) - 1) + 1, room = x.size(d) + 2 * padding[i] - kernel;
+    if (room < 0) return false;
+    sizes.push_back(room / stride[i] + 1);
+  }
+  add(e, x.scalar_type(), sizes, row_major(sizes));
+  return true;
+}
+
 }  // namespace
 
 Rule find_rule(const std::string& name, const std::string& overload) {
@@ -132,6 +204,9 @@ Rule find_rule(const std::string& name, const std::string& overload) {
       {"aten::linear.", linear},
       {"aten::matmul.", matmul},
       {"aten::where.self", where},
+      {"aten::native_layer_norm.", layer_norm},
+      {"aten::native_group_norm.", group_norm},
+      {"aten::convolution.", convolution},
   };
   auto it = rules.find(name + "." + overload);
   return it == rules.end() ? nullptr : it->second;
