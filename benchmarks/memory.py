@@ -19,8 +19,7 @@ llama_forward  a forward pass of a small Llama without a cache, under no_grad: t
                logits, which are most of the peak, and with the last token's only.
 training       AdamW steps of that Llama, all equal: the peak with the weights after 1, 2 and 10 steps, never reset. The
                first step makes the optimizer's state, so the second peaks higher; the tenth must not.
-fragmentation  bytes reserved from the operating system by allocated bytes, both at their peaks. Weights that dtorch's
-               client uploaded lie in segments of their own and count as reserved.
+fragmentation  bytes reserved from the operating system by allocated bytes, both at their peaks.
 fetch          256 MiB brought to the client: how much the client's own memory grows (private pages, and Pss, which
                halves what two processes share) when the value is there, when all of it has been read, when all of it
                has been written. In eager PyTorch ``.cpu()`` does nothing; the figure is ``.to("cpu", copy=True)``'s.
@@ -141,28 +140,22 @@ def training(engine: Engine) -> Rows:
 
 
 def fragmentation(engine: Engine) -> Rows:
-    from _models import StableDiffusion, llama, tokens, weights
+    from _models import StableDiffusion, llama, tokens
 
-    def ratio(modules: list[Any], work: Callable[[], Any]) -> float:
-        adopted = 0
-        if not engine.eager:
-            from dtorch.protocol import INLINE_BYTES
-
-            sizes = {id(w): w.untyped_storage().nbytes() for w in weights(modules)}
-            adopted = sum(n for n in sizes.values() if n > INLINE_BYTES)
+    def ratio(work: Callable[[], Any]) -> float:
         work()
         reading, _held = measure(engine, work)
-        return (reading.peak_reserved + adopted) / reading.peak
+        return reading.peak_reserved / reading.peak
 
     def decode() -> float:
         model = llama().to(engine.device)
         prompt = tokens(4, 64).to(engine.device)
         options = {"attention_mask": prompt != 0, "max_new_tokens": 96, "do_sample": False, "use_cache": True}
-        return ratio([model], lambda: model.generate(prompt, **options))
+        return ratio(lambda: model.generate(prompt, **options))
 
     growing = decode()
     draw = StableDiffusion("small", engine.name)
-    return [("decode with a growing cache", growing, ""), ("sd3_small", ratio(draw.modules, draw), "")]
+    return [("decode with a growing cache", growing, ""), ("sd3_small", ratio(draw), "")]
 
 
 def fetch(engine: Engine) -> Rows:

@@ -604,7 +604,7 @@ def test_a_worker_that_cannot_allocate_lives_on() -> None:
 
 def test_a_tensor_larger_than_the_machine_is_refused_at_once() -> None:
     with pytest.raises(
-        dtorch.OutOfMemoryError, match=rf"a tensor of {4 << 44} bytes cannot be: the machine has \d+ bytes"
+        dtorch.OutOfMemoryError, match=rf"a tensor of {4 << 44} bytes cannot be made: the machine has \d+ bytes"
     ):
         dtorch.empty(1 << 44)
     with pytest.raises(MemoryError):

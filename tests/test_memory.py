@@ -131,6 +131,42 @@ def test_strided_and_conjugate_values_are_eagers() -> None:
             assert torch.equal(got.resolve_conj(), want.resolve_conj())
 
 
+def test_what_lies_in_shared_memory_is_copied_by_the_worker_alone() -> None:
+    x = torch.arange(4 * N, dtype=torch.float32).share_memory_()
+    before = dtorch.client_stats()["upload_bytes"]
+    whole, part = x.to("dtorch", non_blocking=True), x[N : 3 * N].to("dtorch", non_blocking=True)
+    assert dtorch.client_stats()["upload_bytes"] == before
+    dtorch.synchronize()
+    x.zero_()  # allowed from now on
+    assert torch.equal(whole.cpu(), torch.arange(4 * N, dtype=torch.float32))
+    assert torch.equal(part.cpu(), torch.arange(N, 3 * N, dtype=torch.float32))
+    y = torch.ones(N).share_memory_()
+    copied = y.to("dtorch")  # blocking: may be written to at once
+    y.zero_()
+    assert copied.unique().tolist() == [1.0]
+    assert dtorch.client_stats()["upload_bytes"] == before + 4 * N
+
+
+def test_a_data_loaders_batches_are_uploaded_as_they_are() -> None:
+    data = torch.arange(8 * N, dtype=torch.float32).view(8, N)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2, num_workers=1)
+    before = dtorch.client_stats()["upload_bytes"]
+    total = sum(batch.to("dtorch", non_blocking=True).sum(1) for (batch,) in loader)
+    assert dtorch.client_stats()["upload_bytes"] == before
+    assert torch.equal(total.cpu(), sum(data[i : i + 2].sum(1) for i in range(0, 8, 2)))
+
+
+def test_uploads_count_against_the_limit(no_engine: None) -> None:
+    dtorch.init(workers=1, device="cpu", memory_limit=64 << 20)
+    kept = torch.ones(8 << 20).to("dtorch")
+    assert dtorch.memory_reserved() >= 32 << 20
+    with pytest.raises(dtorch.OutOfMemoryError, match="an upload failed on worker 0"):
+        torch.ones(12 << 20).to("dtorch").sum().item()
+    assert kept.sum().item() == 8 << 20
+    del kept
+    assert torch.ones(12 << 20).to("dtorch").sum().item() == 12 << 20
+
+
 def test_a_copy_between_workers_is_mapped_and_both_go_on() -> None:
     x = dtorch.arange(N) + 0.5
     y = x.to("dtorch:1")

@@ -70,7 +70,12 @@ for _name in factories.NAMES:
 
 
 def client_stats() -> dict[str, int]:
-    """Counters of the client: records, releases, batches and bytes written, waits for backpressure, geometry misses."""
+    """Counters of the client.
+
+    ``records``, ``releases``, ``batches``, ``bytes``: written; ``upload_bytes``: copied for uploads; ``waits``: for
+    backpressure; ``geometry_misses``, ``geometry_asks``: results that had to be inferred, and that the worker was
+    asked for; ``geometry_miss_ns``: the time that took; ``geometry_entries``: results known.
+    """
     return _client.counters()
 
 

@@ -40,7 +40,7 @@ def at_call(frame: bytes) -> Exception:
 
 def too_large(n: int, most: int) -> Exception:
     """A tensor that no worker of this machine can hold."""
-    return OutOfMemoryError(f"a tensor of {n} bytes cannot be: the machine has {most} bytes of memory")
+    return OutOfMemoryError(f"a tensor of {n} bytes cannot be made: the machine has {most} bytes of memory for it")
 
 
 def worker_died(worker: int, why: str) -> Exception:

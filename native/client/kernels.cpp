@@ -181,10 +181,10 @@ void check_broadcast(const at::Tensor& self, const at::Tensor& dst) {
               " doesn't match the broadcast shape ", c10::IntArrayRef(together));
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool) {
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   check_broadcast(self, dst);
   if (Inferring::active()) return dst;
-  dtorch::copy(self, dst);
+  dtorch::copy(self, dst, non_blocking);
   return dst;
 }
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {

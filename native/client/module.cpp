@@ -296,8 +296,8 @@ PyObject* py_option(PyObject*, PyObject* args) {
 PyObject* py_counters(PyObject*, PyObject*) {
   auto c = Session::get().counters();
   auto g = geometry_stats();
-  return Py_BuildValue("{sKsKsKsKsKsKsKsKsK}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
-                       c.bytes, "waits", c.waits, "geometry_misses", g.misses, "geometry_asks", g.asks, "geometry_miss_ns",
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsK}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
+                       c.bytes, "waits", c.waits, "upload_bytes", c.upload_bytes, "geometry_misses", g.misses, "geometry_asks", g.asks, "geometry_miss_ns",
                        g.miss_ns, "geometry_entries", g.entries);
 }
 

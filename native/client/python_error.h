@@ -36,7 +36,7 @@ void throw_if_python_error();
 void start_default_engine();
 
 [[noreturn]] void throw_engine_error(const std::string& why);
-// A tensor of n bytes where the machine has `most`.
+// A tensor of n bytes where the machine has `most` for it.
 [[noreturn]] void throw_too_large(size_t n, size_t most);
 [[noreturn]] void throw_worker_died(int worker, const std::string& why);
 // `reply` is the ERROR message's frame; raises what dtorch.client.failures makes of it. `at_call` raises the worker's

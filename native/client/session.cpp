@@ -138,10 +138,7 @@ void Session::detach(const std::string& why) {
       complete(r, Request::State::Failed);
     }
     for (auto& w : state_)
-      for (auto& u : w.uploads) {
-        u.map.unmap();
-        close(u.map.fd);
-      }
+      for (auto& u : w.uploads) u.end();
     for (auto& w : state_) w.uploads.clear();
     joiner = std::move(flusher_thread_);
     flusher_cv_.notify_all();
@@ -243,14 +240,12 @@ void Session::flusher() {
   }
 }
 
-void Session::add_upload(Writer&, int worker, uint64_t seq, const Mapping& map) {
+void Session::add_upload(Writer&, int worker, WorkerState::Upload upload) {
   auto& w = state_[static_cast<size_t>(worker)];
-  if (!active_.load() || !w.dead.empty()) {  // nobody will ever report progress past it
-    close(map.fd);
-    return;
-  }
-  w.uploads.push_back({seq, map});
-  uploading_.fetch_add(map.size, std::memory_order_relaxed);
+  if (upload.map.fd >= 0) counters_.upload_bytes += upload.map.size;
+  if (!active_.load() || !w.dead.empty()) return upload.end();  // nobody will ever report progress past it
+  uploading_.fetch_add(upload.map.size, std::memory_order_relaxed);
+  w.uploads.push_back(std::move(upload));
   uploads_.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -284,7 +279,7 @@ void Session::admit_slow(int worker) {
 }
 
 void Session::on_progress(int worker, uint64_t seq) {
-  std::vector<Mapping> done;
+  std::vector<WorkerState::Upload> done;
   {
     std::lock_guard lock(mu_);
     if (worker < 0 || static_cast<size_t>(worker) >= state_.size()) return;
@@ -297,17 +292,14 @@ void Session::on_progress(int worker, uint64_t seq) {
     }
     inflight_.fetch_sub(freed, std::memory_order_relaxed);
     while (!w.uploads.empty() && w.uploads.front().seq <= seq) {
-      done.push_back(w.uploads.front().map);
       uploading_.fetch_sub(w.uploads.front().map.size, std::memory_order_relaxed);
       uploads_.fetch_sub(1, std::memory_order_relaxed);
+      done.push_back(std::move(w.uploads.front()));
       w.uploads.pop_front();
     }
     if (freed || !done.empty()) progress_cv_.notify_all();
   }
-  for (auto& m : done) {
-    m.unmap();
-    close(m.fd);
-  }
+  for (auto& u : done) u.end();
 }
 
 // --- requests --------------------------------------------------------------------------------------------------------
@@ -552,8 +544,7 @@ void Session::worker_died(int worker, const std::string& why, std::vector<uint64
   for (auto& u : w.uploads) {
     uploading_.fetch_sub(u.map.size, std::memory_order_relaxed);
     uploads_.fetch_sub(1, std::memory_order_relaxed);
-    u.map.unmap();
-    close(u.map.fd);
+    u.end();
   }
   w.uploads.clear();
   for (auto& [id, r] : requests_) {

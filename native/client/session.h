@@ -96,15 +96,24 @@ struct WorkerState {
   uint64_t executed = 0;
   size_t unsent_bytes = 0;                          // bytes in the buffer for this worker
   std::deque<std::pair<uint64_t, size_t>> inflight; // (last seq, bytes) of each sent batch not yet executed
-  struct Upload { uint64_t seq; Mapping map; };
-  std::deque<Upload> uploads;                       // segments to close once executed (SHM-2)
+  struct Upload {
+    uint64_t seq;
+    Mapping map;                 // a segment of ours, whose descriptor is closed then; or none
+    std::shared_ptr<void> kept;  // what keeps somebody else's segment as it is till then
+    void end() {
+      map.unmap();
+      if (map.fd >= 0) close(map.fd);
+      kept.reset();
+    }
+  };
+  std::deque<Upload> uploads;                       // until they are executed (SHM-2)
   std::vector<bool> knows_op;                       // by operator number
   std::string dead;                                 // why, when the worker is gone
   int default_dtype = 6, deterministic = 0;         // what it was told last (emit.cpp: tell_switches)
 };
 
 struct Counters {
-  uint64_t records = 0, releases = 0, batches = 0, bytes = 0, waits = 0;
+  uint64_t records = 0, releases = 0, batches = 0, bytes = 0, waits = 0, upload_bytes = 0;
 };
 
 class Session {
@@ -162,7 +171,7 @@ class Session {
            uploading_.load(std::memory_order_relaxed) > config_.upload_bytes ||
            uploads_.load(std::memory_order_relaxed) > kMaxUploads;
   }
-  void add_upload(Writer& w, int worker, uint64_t seq, const Mapping& map);
+  void add_upload(Writer& w, int worker, WorkerState::Upload upload);
 
   // Ids come in blocks per thread: an atomic operation a tensor would show.
   uint64_t new_storage_id() {

@@ -2,11 +2,13 @@
 #include "client/value.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/MapAllocator.h>
 #include <ATen/ops/empty_strided.h>
 
 #include "client/issue.h"
 #include "client/python_error.h"
 #include "client/sites.h"
+#include "common/machine.h"
 
 namespace dtorch {
 
@@ -21,8 +23,18 @@ at::Tensor resolved(const at::Tensor& t) {
   return r;
 }
 
-// Puts a dense CPU tensor's memory into a lazy storage of the same geometry.
-void put(const at::Tensor& cpu, StorageCtx* ctx) {
+// Where a CPU tensor lies in shared memory that has a descriptor, as a DataLoader's batches do: fd and offset.
+std::optional<std::pair<int, size_t>> shared_part(const at::Tensor& cpu) {
+  auto* segment = at::MapAllocator::fromDataPtr(cpu.storage().data_ptr());
+  if (!segment || segment->fd() < 0 || !(segment->flags() & at::ALLOCATOR_MAPPED_SHAREDMEM)) return {};
+  auto offset = static_cast<const char*>(cpu.const_data_ptr()) - static_cast<const char*>(segment->data());
+  return std::pair(segment->fd(), static_cast<size_t>(offset));
+}
+
+// Puts a dense CPU tensor's memory into a lazy storage of the same geometry. Large values go over in a segment that is
+// copied here; `non_blocking`, as everywhere in PyTorch, promises that nobody writes to the tensor before the device has
+// been synchronised: then the worker copies what lies in shared memory already.
+void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
   auto& session = Session::get();
   session.admit(ctx->worker);
   uint32_t site = sites::current();
@@ -38,19 +50,34 @@ void put(const at::Tensor& cpu, StorageCtx* ctx) {
     w.end();
     return;
   }
-  Mapping m = make_segment("dtorch-upload", n);
-  std::memcpy(m.data, cpu.const_data_ptr(), n);
-  m.unmap();  // the worker's mapping keeps the pages; we keep only the descriptor
+  WorkerState::Upload upload{};
+  int fd;
+  size_t offset = 0;
+  auto shared = non_blocking ? shared_part(cpu) : std::nullopt;
+  if (shared) {
+    std::tie(fd, offset) = *shared;
+    upload.kept = std::make_shared<c10::Storage>(cpu.storage());
+  } else {
+    constexpr size_t kLarge = size_t{32} << 20;  // touching memory that the machine does not have ends the process
+    if (n >= kLarge && n > available_memory()) throw_too_large(n, available_memory());
+    upload.map = make_segment("dtorch-upload", n);
+    std::memcpy(upload.map.data, cpu.const_data_ptr(), n);
+    upload.map.unmap();  // the worker's mapping keeps the pages; we keep only the descriptor
+    fd = upload.map.fd;
+  }
+  upload.map.size = n;
   Session::Writer w(session);
-  ctx->last_seq = w.begin(Record::MAP, ctx->worker, 6);
+  ctx->last_seq = upload.seq = w.begin(Record::MAP, ctx->worker, 8);
   mp::put_uint(w.buf(), ctx->id);
   put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
   mp::put_int(w.buf(), session.owner());
-  mp::put_int(w.buf(), m.fd);
+  mp::put_int(w.buf(), fd);
+  mp::put_uint(w.buf(), offset);
   mp::put_uint(w.buf(), n);
+  mp::put_bool(w.buf(), shared.has_value());
   mp::put_uint(w.buf(), site);
   ctx->lazy = false;
-  session.add_upload(w, ctx->worker, ctx->last_seq, m);
+  session.add_upload(w, ctx->worker, std::move(upload));
   w.end();
 }
 
@@ -67,7 +94,7 @@ void copy_on_worker(const at::Tensor& dst, const at::Tensor& src) {
   issue_boxed(info, &stack);
 }
 
-void upload_into(const at::Tensor& src0, const at::Tensor& dst) {
+void upload_into(const at::Tensor& src0, const at::Tensor& dst, bool non_blocking) {
   auto src = resolved(src0);
   if (fresh(dst) && src.scalar_type() == dst.scalar_type() && src.sizes() == dst.sizes()) {
     if (src.strides() != dst.strides() || !dense(src)) {
@@ -75,7 +102,7 @@ void upload_into(const at::Tensor& src0, const at::Tensor& dst) {
       packed.copy_(src);
       src = packed;
     }
-    return put(src, ctx_of(dst));
+    return put(src, ctx_of(dst), non_blocking);
   }
   copy_on_worker(dst, upload(src, ctx_of(dst)->worker));
 }
@@ -166,11 +193,11 @@ at::Tensor upload(const at::Tensor& cpu, int worker) {
   auto src = resolved(cpu);
   if (!dense(src)) src = src.contiguous();
   auto dst = make_tensor(worker, src.scalar_type(), src.sizes(), src.strides());
-  if (src.numel() > 0) put(src, ctx_of(dst));
+  if (src.numel() > 0) put(src, ctx_of(dst), false);
   return dst;
 }
 
-void copy(const at::Tensor& src, const at::Tensor& dst) {
+void copy(const at::Tensor& src, const at::Tensor& dst, bool non_blocking) {
   if (dst.numel() == 0 && src.numel() == 0) return;
   if (!is_ours(dst)) {
     auto value = fetch_now(src);
@@ -179,7 +206,7 @@ void copy(const at::Tensor& src, const at::Tensor& dst) {
     TORCH_CHECK(src.device().is_cpu() && src.layout() == at::kStrided, "dtorch: cannot copy a ", src.layout(),
                 " tensor on ", src.device(), " to ", dst.device(), "; bring it to a dense CPU tensor first");
     check_alive(ctx_of(dst));
-    upload_into(src, dst);
+    upload_into(src, dst, non_blocking);
   } else if (ctx_of(src)->worker == ctx_of(dst)->worker) {
     copy_on_worker(dst, src);
   } else {

@@ -18,7 +18,7 @@ at::Tensor fetch_now(const at::Tensor& t);
 at::Tensor upload(const at::Tensor& cpu, int worker);
 
 // self.copy_(src) where at least one of them is ours.
-void copy(const at::Tensor& src, const at::Tensor& dst);
+void copy(const at::Tensor& src, const at::Tensor& dst, bool non_blocking = false);
 
 // A request that the worker answers with DONE; its `result` as bytes (or empty).
 std::string ask_done(const RequestPtr& r);

@@ -29,7 +29,7 @@ Executor::~Executor() = default;
 
 int Executor::run() {
   c10::InferenceMode inference;
-  set_pressure_hook([this](size_t) { return await_releases(); });
+  set_pressure_hook([this] { return await_releases(); });
   while (!exit_) {
     drain();
     if (exit_) break;
@@ -225,12 +225,13 @@ void Executor::before_write(uint64_t id) {
   auto* s = store_.find(id);
   if (!s || !s->first.defined()) return;
   auto* impl = s->first.storage().unsafeGetStorageImpl();
+  if (!lent_.count(impl)) return;
+  auto* allocator = c10::GetAllocator(c10::DeviceType::CPU);
+  auto data = allocator->allocate(impl->nbytes());  // may wait for releases, which may end loans
   std::vector<uint64_t> tokens;
   auto [begin, end] = lent_.equal_range(impl);
   for (auto l = begin; l != end; ++l) tokens.push_back(l->second);
   if (tokens.empty()) return;
-  auto* allocator = c10::GetAllocator(c10::DeviceType::CPU);
-  auto data = allocator->allocate(impl->nbytes());
   std::memcpy(data.get(), impl->data(), impl->nbytes());
   lent_.erase(impl);
   c10::Storage old(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), impl->nbytes(),

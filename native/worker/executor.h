@@ -89,7 +89,7 @@ class Executor {
   void execute_front();
   void execute(mp::Reader& in);
   void op(mp::Reader& in);
-  const at::Tensor* find_donor(const Operator& op, mp::Reader args, uint64_t* id);
+  at::Tensor find_donor(const Operator& op, mp::Reader args, uint64_t* id);
   void look_ahead(mp::Reader args);
   void ask(mp::Reader& in);
   void define_op(mp::Reader& in);

@@ -61,14 +61,16 @@ Bins& bins() {
   return b;
 }
 
-thread_local std::function<bool(size_t)> pressure_hook;
+thread_local std::function<bool()> pressure_hook;
 
-void* scarce(size_t n) {
+// Memory is short for n bytes: makes room until `attempt` succeeds, or throws.
+template <class Attempt>
+void scarce(size_t n, const Attempt& attempt) {
   add(stats.retries, 1);
-  empty_cache();
-  void* data = pool().allocate(n);
-  while (!data && pressure_hook && pressure_hook(n)) data = pool().allocate(n);
-  if (data) return data;
+  do {
+    empty_cache();
+    if (attempt()) return;
+  } while (pressure_hook && pressure_hook());
   add(stats.failures, 1);
   TORCH_CHECK_WITH(OutOfMemoryError, false, "tried to allocate ", n, " bytes: ", stats.allocated, " bytes are allocated, ",
                    pool().reserved(), " reserved, the worker's limit is ", pool().limit(), " and the machine has ",
@@ -90,7 +92,7 @@ struct Allocator final : c10::Allocator {
     if (n == 0) return {nullptr, nullptr, &freed, cpu};
     void* data = n <= kSmall ? bins().take(n) : nullptr;
     if (!data) data = pool().allocate(n);
-    if (__builtin_expect(!data, 0)) data = scarce(n);
+    if (__builtin_expect(!data, 0)) scarce(n, [&] { return (data = pool().allocate(n)) != nullptr; });
     auto bytes = static_cast<int64_t>(n);
     add(stats.allocated, bytes, stats.peak);
     add(stats.live, 1, stats.peak_live);
@@ -117,14 +119,22 @@ void reset_peaks() {
   pool().reset_peak();
 }
 
-void count_memory(int64_t n) { add(stats.allocated, n, stats.peak); }
+void adopt_memory(size_t n) {
+  if (!pool().adopt(n)) scarce(n, [n] { return pool().adopt(n); });
+  add(stats.allocated, static_cast<int64_t>(n), stats.peak);
+}
+
+void disown_memory(size_t n) {
+  pool().disown(n);
+  add(stats.allocated, -static_cast<int64_t>(n));
+}
 
 size_t empty_cache() {
   bins().flush();
   return pool().trim();
 }
 
-void set_pressure_hook(std::function<bool(size_t)> hook) { pressure_hook = std::move(hook); }
+void set_pressure_hook(std::function<bool()> hook) { pressure_hook = std::move(hook); }
 
 void install_allocator() {
   static Allocator allocator;

@@ -28,11 +28,13 @@ void install_allocator();
 Pool& pool();
 MemoryStats& memory_stats();
 void reset_peaks();
-// Counts memory that tensors hold but that the allocator did not make: adopted segments. Negative when it goes.
-void count_memory(int64_t nbytes);
+// A segment of n bytes that tensors hold but that the allocator did not make: it comes, or throws c10::OutOfMemoryError as
+// an allocation would; and it goes.
+void adopt_memory(size_t n);
+void disown_memory(size_t n);
 // Gives everything that is free back to the operating system: this thread's kept blocks and the pool's free pages.
 size_t empty_cache();
-// Called on the thread that sets it when an allocation of so many bytes does not succeed; true: try again.
-void set_pressure_hook(std::function<bool(size_t)> hook);
+// Called on the thread that sets it when an allocation does not succeed; true: something was freed, try again.
+void set_pressure_hook(std::function<bool()> hook);
 
 }  // namespace dtorch::worker

@@ -20,8 +20,8 @@ namespace dtorch::worker {
 namespace {
 
 constexpr size_t kHeader = Pool::kAlign;
-// A new reservation of this size and more asks first whether the machine has the memory: touching pages that do not
-// exist ends the process, and nothing can be said about it afterwards.
+// Every so many bytes of new reservations the machine is asked whether it has the memory: touching pages that do not exist
+// ends the process, and nothing can be said about it afterwards.
 constexpr size_t kAsk = size_t{32} << 20;
 
 size_t rounded(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -58,12 +58,35 @@ bool Pool::reserve(char* begin, char* end) {
   size_t fresh = 0;
   for (size_t i = first; i <= last; ++i) fresh += !touched_[i];
   if (fresh == 0) return true;
-  size_t bytes = fresh * kGranule;
-  if (reserved_ + bytes > limit_ || (bytes >= kAsk && bytes > available_memory())) return false;
+  if (!grow(fresh * kGranule)) return false;
   for (size_t i = first; i <= last; ++i) touched_[i] = true;
+  return true;
+}
+
+// Called with mu_ held.
+bool Pool::grow(size_t bytes) {
+  if (bytes > limit_ || reserved_ > limit_ - bytes) return false;
+  unasked_ += bytes;
+  if (unasked_ >= kAsk) {
+    if (bytes > available_memory()) return false;
+    unasked_ = 0;
+  }
   reserved_ += bytes;
   peak_reserved_ = std::max(peak_reserved_, reserved_);
   return true;
+}
+
+bool Pool::adopt(size_t n) {
+  std::lock_guard lock(mu_);
+  if (n > limit_ || reserved_ > limit_ - n) return false;  // its pages exist already
+  reserved_ += n;
+  peak_reserved_ = std::max(peak_reserved_, reserved_);
+  return true;
+}
+
+void Pool::disown(size_t n) {
+  std::lock_guard lock(mu_);
+  reserved_ -= n;
 }
 
 void* Pool::allocate(size_t n) {

@@ -7,10 +7,11 @@
 // A block is a header of 64 bytes and the data behind it. Headers link a block to its neighbours (boundary tags); free
 // blocks stand in a tree ordered by size, then by address, and the smallest that is large enough is split.
 // Pages are accounted for in granules of kGranule, the size of a huge page: `reserved` counts the granules that a block
-// has ever lain in and that were not given back since.
+// has ever lain in and that were not given back since, and the segments of others that the worker has adopted.
 //
 // POOL-1  Blocks tile the segment: no gap, no overlap; two free blocks are never neighbours.
-// POOL-2  reserved() is at most limit(), and the operating system holds at most reserved() bytes for the pool.
+// POOL-2  reserved() is at most limit() (as long as that is not lowered below it), and the operating system holds at most
+//         reserved() bytes for the worker's tensors.
 #pragma once
 
 #include <cstddef>
@@ -36,6 +37,10 @@ class Pool {
   // The n it was made with; and another n for the same block, which differs by less than kAlign.
   static size_t size_of(const void* data);
   static void resize(void* data, size_t n);
+
+  // A segment of n bytes that somebody else made becomes the worker's, or goes; false when the limit does not allow it.
+  bool adopt(size_t n);
+  void disown(size_t n);
 
   // Gives the pages of free blocks back to the operating system; the number of bytes.
   size_t trim();
@@ -65,6 +70,7 @@ class Pool {
   static Header* header(char* block) { return reinterpret_cast<Header*>(block); }
   char* next(char* block) const { return block + header(block)->size; }  // base_ + size_ after the last
   bool reserve(char* begin, char* end);
+  bool grow(size_t bytes);
 
   int fd_ = -1;
   char* base_ = nullptr;
@@ -73,6 +79,7 @@ class Pool {
   Free free_;
   std::vector<bool> touched_;  // per granule
   size_t limit_ = 0, reserved_ = 0, peak_reserved_ = 0;
+  size_t unasked_ = 0;  // bytes reserved since the machine was last asked for what it has
 };
 
 }  // namespace dtorch::worker

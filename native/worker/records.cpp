@@ -42,13 +42,17 @@ at::Tensor handed_over(const at::Tensor& t) {
   return t.is_non_overlapping_and_dense() ? t : t.contiguous();
 }
 
+struct UnmapUnlessGone {
+  Mapping& mapping;
+  ~UnmapUnlessGone() { mapping.unmap(); }
+};
+
 // A tensor on an uploaded segment, which goes when the storage does.
 at::Tensor adopt_upload(const Mapping& m, const Geometry& g) {
-  count_memory(static_cast<int64_t>(m.size));
   return adopt({m.data, new Mapping(m),
                 [](void* p) {
                   auto* mapping = static_cast<Mapping*>(p);
-                  count_memory(-static_cast<int64_t>(mapping->size));
+                  disown_memory(mapping->size);
                   mapping->unmap();
                   delete mapping;
                 },
@@ -189,18 +193,18 @@ void Executor::made(uint64_t storage, at::Tensor t, uint64_t site) {
   store_.put(storage, std::move(t), s);
 }
 
-// The tensor whose memory the operator's result may take (EXE-4), as far as the record tells: it dies here and has the
-// result's geometry. Whether an argument is a view of it shows when the arguments are decoded.
-const at::Tensor* Executor::find_donor(const Operator& op, mp::Reader args, uint64_t* id) {
+// The tensor whose memory the operator's result may take (EXE-4), or none, as far as the record tells: it dies here and has
+// the result's geometry. Whether an argument is a view of it shows when the arguments are decoded.
+at::Tensor Executor::find_donor(const Operator& op, mp::Reader args, uint64_t* id) {
   mp::Reader first = args;
   args.skip();
-  if (args.array() != 1) return nullptr;
+  if (args.array() != 1) return {};
   args.array();
   args.skip();
   auto g = read_geometry(args);
   if (op.donation == Operator::Donation::InPlace) {
     first.array();
-    if (first.kind() != mp::Kind::Int) return nullptr;
+    if (first.kind() != mp::Kind::Int) return {};
   }
   for (int32_t at = dying_at(*batches_.front(), executed_ + 1); at >= 0; at = dying_[static_cast<size_t>(at)].next) {
     *id = dying_[static_cast<size_t>(at)].storage;
@@ -212,9 +216,9 @@ const at::Tensor* Executor::find_donor(const Operator& op, mp::Reader args, uint
     if (t.scalar_type() == g.dtype && impl->sizes() == c10::IntArrayRef(g.sizes) &&
         impl->strides() == c10::IntArrayRef(g.strides) && t.numel() > 0 && impl->is_non_overlapping_and_dense() &&
         t.storage().nbytes() == bytes_of(t) && t.storage().data_ptr().get_deleter() != &end_borrowed && sole(t))
-      return &t;
+      return t;
   }
-  return nullptr;
+  return {};
 }
 
 void Executor::op(mp::Reader& in) {
@@ -222,7 +226,7 @@ void Executor::op(mp::Reader& in) {
   mp::Reader args = in;
   CausePtr cause;
   made_.clear();
-  const at::Tensor* donor = nullptr;
+  at::Tensor donor;
   uint64_t donor_id = 0;
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
@@ -233,10 +237,10 @@ void Executor::op(mp::Reader& in) {
     if (__builtin_expect(!loans_.empty(), 0) && !op->mutates.empty())
       for (uint64_t storage : written_storages(*op, args)) before_write(storage);
     if (op->unboxed) {
-      op->unboxed(d, donor, made_);
+      op->unboxed(d, donor.defined() ? &donor : nullptr, made_);
     } else {
       torch::jit::Stack stack;
-      call_boxed(*op, d, stack, donor, made_);
+      call_boxed(*op, d, stack, donor.defined() ? &donor : nullptr, made_);
     }
     cause = d.poison();
   } catch (...) {
@@ -245,7 +249,7 @@ void Executor::op(mp::Reader& in) {
     in = args;
     in.skip();
   }
-  if (donor && made_.size() == 1 && made_[0].is_same(*donor)) {  // the same memory under another name
+  if (donor.defined() && made_.size() == 1 && made_[0].is_same(donor)) {  // the same memory under another name
     ++donations_;
     if (__builtin_expect(log_allocations_, 0)) log_.push_back({executed_ + 1, donor_id, -1, 0, now_ns()});
     store_.erase(donor_id);
@@ -398,10 +402,22 @@ void Executor::map(mp::Reader& in) {
   uint64_t storage = in.uint();
   auto g = read_geometry(in);
   int pid = static_cast<int>(in.integer()), fd = static_cast<int>(in.integer());
-  size_t n = in.uint();
+  size_t offset = in.uint(), n = in.uint();
+  bool lent = in.boolean();
   uint64_t site = in.uint();
   try {
-    made(storage, adopt_upload(open_segment(pid, fd, 0, n, Sharing::Owned), g), site);
+    auto segment = open_segment(pid, fd, offset, n, lent ? Sharing::Lent : Sharing::Owned);
+    UnmapUnlessGone unmap{segment};
+    if (lent) {
+      at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+      TORCH_CHECK(n == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", n);
+      std::memcpy(t.mutable_data_ptr(), segment.data, n);
+      return made(storage, t, site);
+    }
+    adopt_memory(n);
+    auto t = adopt_upload(segment, g);
+    segment = {};
+    made(storage, t, site);
   } catch (...) {
     poison(storage, cause_of("internal", "an upload", "", site));
   }
