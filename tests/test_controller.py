@@ -73,7 +73,7 @@ def test_another_number_of_workers_is_refused() -> None:
 def test_wire5_a_worker_of_another_version_ends_the_controller() -> None:
     with bare_controller(1, FAKE_VERSION="99") as c:
         assert c.wait() == 1
-        assert "worker 0 says it is worker 0 and speaks version 99 of the protocol, not 1" in c.errors()
+        assert f"worker 0 says it is worker 0 and speaks version 99 of the protocol, not {VERSION}" in c.errors()
 
 
 def test_ready_does_not_wait_for_the_workers(tmp_path: object) -> None:

@@ -242,9 +242,9 @@ void Session::flusher() {
 
 void Session::add_upload(Writer&, int worker, WorkerState::Upload upload) {
   auto& w = state_[static_cast<size_t>(worker)];
-  if (upload.map.fd >= 0) counters_.upload_bytes += upload.map.size;
+  if (upload.fd >= 0) counters_.upload_bytes += upload.size;
   if (!active_.load() || !w.dead.empty()) return upload.end();  // nobody will ever report progress past it
-  uploading_.fetch_add(upload.map.size, std::memory_order_relaxed);
+  uploading_.fetch_add(upload.size, std::memory_order_relaxed);
   w.uploads.push_back(std::move(upload));
   uploads_.fetch_add(1, std::memory_order_relaxed);
 }
@@ -292,7 +292,7 @@ void Session::on_progress(int worker, uint64_t seq) {
     }
     inflight_.fetch_sub(freed, std::memory_order_relaxed);
     while (!w.uploads.empty() && w.uploads.front().seq <= seq) {
-      uploading_.fetch_sub(w.uploads.front().map.size, std::memory_order_relaxed);
+      uploading_.fetch_sub(w.uploads.front().size, std::memory_order_relaxed);
       uploads_.fetch_sub(1, std::memory_order_relaxed);
       done.push_back(std::move(w.uploads.front()));
       w.uploads.pop_front();
@@ -325,7 +325,7 @@ RequestPtr Session::find(uint64_t id) {
 }
 
 Loan::~Loan() {
-  map.unmap();
+  map.end();
   Session::get().release(token, worker, 0, generation);
 }
 
@@ -542,7 +542,7 @@ void Session::worker_died(int worker, const std::string& why, std::vector<uint64
   for (auto& [seq, bytes] : w.inflight) inflight_.fetch_sub(bytes, std::memory_order_relaxed);
   w.inflight.clear();
   for (auto& u : w.uploads) {
-    uploading_.fetch_sub(u.map.size, std::memory_order_relaxed);
+    uploading_.fetch_sub(u.size, std::memory_order_relaxed);
     uploads_.fetch_sub(1, std::memory_order_relaxed);
     u.end();
   }

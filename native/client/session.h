@@ -98,11 +98,11 @@ struct WorkerState {
   std::deque<std::pair<uint64_t, size_t>> inflight; // (last seq, bytes) of each sent batch not yet executed
   struct Upload {
     uint64_t seq;
-    Mapping map;                 // a segment of ours, whose descriptor is closed then; or none
+    size_t size;
+    int fd;                      // of a segment of ours, to be closed then; or -1
     std::shared_ptr<void> kept;  // what keeps somebody else's segment as it is till then
     void end() {
-      map.unmap();
-      if (map.fd >= 0) close(map.fd);
+      if (fd >= 0) close(fd);
       kept.reset();
     }
   };

@@ -50,7 +50,7 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
     w.end();
     return;
   }
-  WorkerState::Upload upload{};
+  WorkerState::Upload upload{0, n, -1, nullptr};
   int fd;
   size_t offset = 0;
   auto shared = non_blocking ? shared_part(cpu) : std::nullopt;
@@ -58,14 +58,10 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
     std::tie(fd, offset) = *shared;
     upload.kept = std::make_shared<c10::Storage>(cpu.storage());
   } else {
-    constexpr size_t kLarge = size_t{32} << 20;  // touching memory that the machine does not have ends the process
+    constexpr size_t kLarge = size_t{32} << 20;
     if (n >= kLarge && n > available_memory()) throw_too_large(n, available_memory());
-    upload.map = make_segment("dtorch-upload", n);
-    std::memcpy(upload.map.data, cpu.const_data_ptr(), n);
-    upload.map.unmap();  // the worker's mapping keeps the pages; we keep only the descriptor
-    fd = upload.map.fd;
+    fd = upload.fd = make_segment("dtorch-upload", cpu.const_data_ptr(), n);
   }
-  upload.map.size = n;
   Session::Writer w(session);
   ctx->last_seq = upload.seq = w.begin(Record::MAP, ctx->worker, 8);
   mp::put_uint(w.buf(), ctx->id);

@@ -24,13 +24,15 @@ namespace dtorch {
 struct Mapping {
   void* data = nullptr;   // where the bytes meant begin
   size_t size = 0;        // how many
-  int fd = -1;            // owned by the maker; a reader closes it once it has mapped
+  int fd = -1;            // a descriptor of the segment, or none
   void* pages = nullptr;  // the mapping itself: whole pages around the data
   size_t length = 0;
 
-  void unmap() {
+  // Ends the mapping and closes the descriptor.
+  void end() {
     if (pages) munmap(pages, length);
-    data = pages = nullptr;
+    if (fd >= 0) close(fd);
+    *this = {};
   }
 };
 
@@ -38,33 +40,28 @@ inline std::runtime_error segment_error(const char* what, size_t n) {
   return std::runtime_error(std::string(what) + " (" + std::to_string(n) + " bytes): " + std::strerror(errno));
 }
 
-// A new segment of n bytes, mapped for reading and writing.
-inline Mapping make_segment(const char* name, size_t n) {
-  Mapping m;
-  m.size = n;
-  m.fd = memfd_create(name, MFD_CLOEXEC);
-  if (m.fd < 0) throw segment_error("memfd_create failed", n);
-  if (ftruncate(m.fd, static_cast<off_t>(n)) != 0) {
-    auto e = segment_error("the shared segment could not be sized", n);
-    close(m.fd);
-    throw e;
+// The descriptor of a new segment that holds a copy of n bytes. Written, not mapped: that spares the page faults, which
+// take longer than the copy.
+inline int make_segment(const char* name, const void* data, size_t n) {
+  int fd = memfd_create(name, MFD_CLOEXEC);
+  if (fd < 0) throw segment_error("memfd_create failed", n);
+  for (size_t done = 0; done < n;) {
+    ssize_t wrote = write(fd, static_cast<const char*>(data) + done, n - done);
+    if (wrote > 0) {
+      done += static_cast<size_t>(wrote);
+    } else if (errno != EINTR) {
+      auto e = segment_error("the shared segment could not be written", n);
+      close(fd);
+      throw e;
+    }
   }
-  m.pages = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, m.fd, 0);
-  if (m.pages == MAP_FAILED) {
-    auto e = segment_error("mmap of a shared segment failed", n);
-    close(m.fd);
-    throw e;
-  }
-  m.data = m.pages;
-  m.length = n;
-  madvise(m.pages, n, MADV_HUGEPAGE);  // fewer page faults; without effect where it is not supported
-  return m;
+  return fd;
 }
 
 enum class Sharing { Owned = MAP_SHARED, Lent = MAP_PRIVATE | MAP_NORESERVE };
 
-// Maps n bytes from `offset` of another process's segment; its descriptor is not kept.
-inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sharing) {
+// Maps n bytes from `offset` of another process's segment; `keep` leaves a descriptor of it in the mapping.
+inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sharing, bool keep = false) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
   int own = open(path, O_RDWR | O_CLOEXEC);
@@ -75,7 +72,8 @@ inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sh
   m.length = offset - begin + n;
   m.pages = mmap(nullptr, m.length, PROT_READ | PROT_WRITE, static_cast<int>(sharing), own, static_cast<off_t>(begin));
   int e = errno;
-  close(own);
+  if (keep && m.pages != MAP_FAILED) m.fd = own;
+  else close(own);
   if (m.pages == MAP_FAILED) {
     errno = e;
     throw segment_error((std::string("cannot map the shared segment ") + path).c_str(), n);

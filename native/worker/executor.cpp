@@ -244,7 +244,7 @@ void Executor::before_write(uint64_t id) {
 
 Executor::Borrowed::~Borrowed() {
   memory_stats().mapped -= static_cast<int64_t>(map.size);
-  map.unmap();
+  map.end();
   executor->returned_.emplace_back(token, source);
 }
 

@@ -114,7 +114,8 @@ class Executor {
                       const std::string& shapes, uint64_t site);
   void put_largest(Buffer& b);
   void answer_error(uint64_t request, const CausePtr& cause);
-  void payload(Buffer& b, at::Tensor t);  // appends inline bytes or a part of the pool
+  void payload(Buffer& b, at::Tensor t);  // appends inline bytes or a lent part of shared memory
+  static bool shared_part(const at::Tensor& t, int* fd, size_t* offset);
   void made(uint64_t storage, at::Tensor t, uint64_t site);
   void note_failure(const CausePtr& cause);
   void poison(uint64_t storage, const CausePtr& cause);  // noted as a failure to report

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Generator.h>
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -42,23 +43,35 @@ at::Tensor handed_over(const at::Tensor& t) {
   return t.is_non_overlapping_and_dense() ? t : t.contiguous();
 }
 
-struct UnmapUnlessGone {
-  Mapping& mapping;
-  ~UnmapUnlessGone() { mapping.unmap(); }
+// Descriptors of adopted segments are kept, so that they can be lent, up to half of what the process may have.
+size_t kept_descriptors = 0;
+size_t most_descriptors() {
+  static const size_t most = [] {
+    rlimit limit{};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    return static_cast<size_t>(std::min<rlim_t>(limit.rlim_cur, 1 << 20)) / 2;
+  }();
+  return most;
+}
+
+// An uploaded segment that is the worker's now: memory of its tensors until the storage goes.
+struct Adopted {
+  Mapping map;
+  explicit Adopted(const Mapping& m) : map(m) { kept_descriptors += map.fd >= 0; }
+  ~Adopted() {
+    kept_descriptors -= map.fd >= 0;
+    disown_memory(map.size);
+    map.end();
+  }
+  static void end(void* p) { delete static_cast<Adopted*>(p); }
 };
 
-// A tensor on an uploaded segment, which goes when the storage does.
-at::Tensor adopt_upload(const Mapping& m, const Geometry& g) {
-  return adopt({m.data, new Mapping(m),
-                [](void* p) {
-                  auto* mapping = static_cast<Mapping*>(p);
-                  disown_memory(mapping->size);
-                  mapping->unmap();
-                  delete mapping;
-                },
-                c10::Device(c10::DeviceType::CPU)},
-               m.size, g);
-}
+struct EndUnlessGone {
+  Mapping& mapping;
+  ~EndUnlessGone() { mapping.end(); }
+};
 
 void put_geometry(Buffer& b, const at::Tensor& t) { dtorch::put_geometry(b, t.scalar_type(), t.sizes(), t.strides()); }
 
@@ -406,8 +419,9 @@ void Executor::map(mp::Reader& in) {
   bool lent = in.boolean();
   uint64_t site = in.uint();
   try {
-    auto segment = open_segment(pid, fd, offset, n, lent ? Sharing::Lent : Sharing::Owned);
-    UnmapUnlessGone unmap{segment};
+    bool keep = !lent && kept_descriptors < most_descriptors();
+    auto segment = open_segment(pid, fd, offset, n, lent ? Sharing::Lent : Sharing::Owned, keep);
+    EndUnlessGone end{segment};
     if (lent) {
       at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
       TORCH_CHECK(n == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", n);
@@ -415,25 +429,44 @@ void Executor::map(mp::Reader& in) {
       return made(storage, t, site);
     }
     adopt_memory(n);
-    auto t = adopt_upload(segment, g);
+    auto* adopted = new Adopted(segment);
     segment = {};
-    made(storage, t, site);
+    made(storage, adopt({adopted->map.data, adopted, &Adopted::end, c10::Device(c10::DeviceType::CPU)}, n, g), site);
   } catch (...) {
     poison(storage, cause_of("internal", "an upload", "", site));
   }
 }
 
-// Appends a payload: the bytes, or the part of the pool where they lie, lent until the reader releases the token.
-// `t` is dense. What is not in the pool (an upload, another worker's tensor) is copied into it, and so is what would keep
-// a much larger storage alive.
+// Where a tensor's bytes can be mapped by others: the pool, or an adopted segment. False for other workers' memory.
+bool Executor::shared_part(const at::Tensor& t, int* fd, size_t* offset) {
+  const void* data = t.const_data_ptr();
+  if (pool().contains(data)) {
+    *fd = pool().fd();
+    *offset = pool().offset_of(data);
+    return true;
+  }
+  const auto& owner = t.storage().data_ptr();
+  if (owner.get_deleter() != &Adopted::end) return false;
+  const auto& map = static_cast<const Adopted*>(owner.get_context())->map;
+  *fd = map.fd;
+  *offset = static_cast<size_t>(static_cast<const char*>(data) - static_cast<const char*>(map.data));
+  return map.fd >= 0;
+}
+
+// Appends a payload: the bytes, or the shared memory where they lie, lent until the reader releases the token. `t` is
+// dense. What cannot be mapped by others is copied into the pool, and so is what would keep a much larger storage alive.
 void Executor::payload(Buffer& b, at::Tensor t) {
-  size_t n = bytes_of(t);
+  size_t n = bytes_of(t), offset = 0;
+  int fd = -1;
   if (n <= kInlineBytes) return mp::put_bin(b, n ? t.const_data_ptr() : "", n);
-  if (!pool().contains(t.const_data_ptr()) || t.storage().nbytes() / 2 > n) t = t.clone(at::MemoryFormat::Preserve);
+  if (t.storage().nbytes() / 2 > n || !shared_part(t, &fd, &offset)) {
+    t = t.clone(at::MemoryFormat::Preserve);
+    shared_part(t, &fd, &offset);
+  }
   mp::put_array(b, 5);
   mp::put_int(b, getpid());
-  mp::put_int(b, pool().fd());
-  mp::put_uint(b, pool().offset_of(t.const_data_ptr()));
+  mp::put_int(b, fd);
+  mp::put_uint(b, offset);
   mp::put_uint(b, n);
   mp::put_uint(b, lend(t.storage()));
 }
