@@ -29,4 +29,16 @@ class Scheduler:
     def executed(self, worker: int, seq: int, /) -> None:
         """A worker has executed all up to ``seq``; ``ValueError`` when it cannot have."""
 
+    def attach(self, api: dict[str, int], inbox: int, outbox: int, router: int, events: int, /) -> None:
+        """The sockets (libzmq's pointers) and the descriptor that :meth:`serve` works on."""
+
+    def serve(self, routine: bool, watch_outbox: bool, /) -> tuple[int, list[bytes]]:
+        """Wait for the next thing that is not routine: ``(source, frames)``.
+
+        ``source`` is 0 for a message of the client, 1 for a worker's (its identity is the first frame), 2 when the
+        descriptor is readable, 3 when ``watch_outbox`` and the client's socket can be written to. With ``routine``,
+        RECORDS are split and sent to the workers, and workers' PROGRESS and replies to the client, without coming
+        back. Runs without the GIL. Raises ``ValueError`` for what a peer must not say.
+        """
+
     def stats(self) -> list[WorkerCounters]: ...

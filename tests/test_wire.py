@@ -193,7 +193,10 @@ class Reader:
         assert isinstance(value, str)
 
     def _what(self, value: Any) -> None:
-        assert value in ("memory", "reset_peak", "log")
+        assert value in ("memory", "reset_peak", "empty_cache", "log", "live")
+
+    def _lent(self, value: Any) -> None:
+        assert type(value) is bool
 
     def _args(self, value: Any) -> None:
         assert isinstance(value, list)

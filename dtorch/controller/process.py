@@ -2,7 +2,8 @@
 
 One thread, one poller. It watches four things: the socket from the client, the workers' socket, the one to the client
 (only while something waits to be sent), and one epoll descriptor that holds everything else (the client's pidfd, the
-workers' sentinels, what they print), so that the cost of a turn does not grow with the number of workers.
+workers' sentinels, what they print), so that the cost of a turn does not grow with the number of workers. Waiting, and
+all that is routine, is native (``Scheduler.serve``): records to workers that are up, their replies to the client.
 
 Nothing here waits for a peer: sockets have no high-water mark, and what has no receiver yet is kept (records for a
 worker that has not said hello, replies for a client that has not connected yet).
@@ -26,12 +27,13 @@ import tempfile
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, Final, NoReturn, TypeVar
 
 import msgpack
 import zmq
 
-from dtorch import posix, settings
+from dtorch import posix, settings, zmq_api
 from dtorch._scheduler import Scheduler
 from dtorch.controller.output import Output
 from dtorch.controller.workers import Death, WorkerCode, Workers, name_of
@@ -52,6 +54,15 @@ _SEGMENT: Final = STRUCT_FIELDS["segment"].split()
 _Handler = TypeVar("_Handler", bound=Callable[..., None])
 _Frames = Sequence[zmq.Frame]  # as received
 _Frame = Any  # something to send: a zmq.Frame as received, or bytes (what split() hands on is either)
+
+
+class Source(IntEnum):
+    """Where something comes from that ``Scheduler.serve`` hands over."""
+
+    CLIENT = 0
+    WORKER = 1
+    EVENTS = 2
+    OUTBOX = 3
 
 
 class ProtocolError(Exception):
@@ -76,10 +87,8 @@ class Controller:
         self._inbox = self._bind(zmq.PULL, directory, "in")
         self._outbox = self._bind(zmq.PUSH, directory, "out")
         self._router = self._bind(zmq.ROUTER, directory, "workers")
-        self._poller = zmq.Poller()
-        self._poller.register(self._inbox, zmq.POLLIN)
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._events.fileno(), zmq.POLLIN)
+        sockets = (self._inbox.underlying, self._outbox.underlying, self._router.underlying)
+        self._scheduler.attach(zmq_api.addresses(), *sockets, self._events.fileno())
 
         forward = None if settings.QUIET.get_bool() else options.stderr_fd
         self._output = Output(os.path.join(directory, "log"), self._events, forward)
@@ -89,6 +98,7 @@ class Controller:
         self._answered = False  # HELLO; nothing is sent to the client before the answer
         self._greeted = False  # and accepted
         self._running = True
+        self._outbox_is_full = False
         self._unsent: deque[Sequence[_Frame]] = deque()  # the client has not said HELLO, or not connected, yet
         self._waiting: defaultdict[int, list[Sequence[_Frame]]] = defaultdict(list)  # until its worker says hello
         self._here: set[int] = set()  # workers that said hello
@@ -99,18 +109,22 @@ class Controller:
     # -- life
 
     def run(self) -> None:
-        """Serve until the client says SHUTDOWN or is gone."""
-        poll, inbox, router, outbox = self._poller.poll, self._inbox, self._router, self._outbox
+        """Serve until the client says SHUTDOWN or is gone.
+
+        Native code relays what is routine (``native/scheduler/relay.h``); here comes the rest, a message at a time.
+        """
         while self._running:
-            for ready, _ in poll():
-                if ready is router:
-                    self._drain_workers()
-                elif ready is inbox:
-                    self._drain_client()
-                elif ready is outbox:
-                    self._send_unsent()
-                else:
-                    self._drain_events()
+            routine = self._greeted and not self._unsent and len(self._here) == self._count
+            source, parts = self._scheduler.serve(routine, self._outbox_is_full)
+            frames = [zmq.Frame(part) for part in parts]
+            if source == Source.CLIENT:
+                self._from_client(frames)
+            elif source == Source.WORKER:
+                self._from_worker(frames)
+            elif source == Source.EVENTS:
+                self._drain_events()
+            else:
+                self._send_unsent()
 
     def leave(self) -> None:
         """End the workers, however busy they are, and reap all descendants."""
@@ -153,12 +167,8 @@ class Controller:
 
     # -- from the client
 
-    def _drain_client(self) -> None:
-        for _ in range(TURN):
-            if not _readable(self._inbox):
-                return
-            frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
-            _handler(frames[0], FROM_CLIENT)(self, frames)
+    def _from_client(self, frames: _Frames) -> None:
+        _handler(frames[0], FROM_CLIENT)(self, frames)
 
     def _hello(self, frames: _Frames) -> None:
         version = msgpack.unpackb(frames[0].buffer)[1]  # other versions may have other fields
@@ -197,13 +207,16 @@ class Controller:
         for _ in range(TURN):
             if not _readable(self._router):
                 return False
-            identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            worker = self._index_of.get(identity.bytes)
-            if worker is None:
-                raise ProtocolError(f"a peer calls itself {identity.bytes!r}; the workers are {self._names}")
-            if not self._workers.is_dead(worker):
-                _handler(frames[0], FROM_WORKER)(self, worker, frames)
+            self._from_worker(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
         return True
+
+    def _from_worker(self, message: _Frames) -> None:
+        identity, *frames = message
+        worker = self._index_of.get(identity.bytes)
+        if worker is None:
+            raise ProtocolError(f"a peer calls itself {identity.bytes!r}; the workers are {self._names}")
+        if not self._workers.is_dead(worker):
+            _handler(frames[0], FROM_WORKER)(self, worker, frames)
 
     def _worker_hello(self, worker: int, frames: _Frames) -> None:
         version, index, pid = _fields(frames[0], Message.WORKER_HELLO)
@@ -274,16 +287,14 @@ class Controller:
     def _send_unsent(self) -> None:
         if not self._answered:
             return
-        was_blocked = self._outbox in self._poller
+        self._outbox_is_full = False
         while self._unsent:
             try:
                 self._outbox.send_multipart(self._unsent[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:  # no client has connected yet: there is no other reason without a high-water mark
-                self._poller.register(self._outbox, zmq.POLLOUT)
+                self._outbox_is_full = True
                 return
             self._unsent.popleft()
-        if was_blocked:
-            self._poller.unregister(self._outbox)
 
 
 #: What the controller does with each message; a test asks for all that the protocol has.

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -21,7 +22,7 @@ struct PollItem {
 };
 
 constexpr int kDontWait = 1, kSendMore = 2;
-constexpr short kPollIn = 1;
+constexpr short kPollIn = 1, kPollOut = 2;
 
 struct Api {
   int (*send)(void* socket, const void* data, size_t n, int flags);
@@ -38,10 +39,13 @@ struct Api {
   const char* (*strerror)(int);
 };
 
-// One received frame; closes itself.
+// One frame, received or to be sent; closes itself.
 class Frame {
  public:
   explicit Frame(const Api& api) : api_(&api) { api_->msg_init(&msg_); }
+  Frame(const Api& api, size_t n) : api_(&api) {
+    if (api_->msg_init_size(&msg_, n) != 0) throw std::bad_alloc();
+  }
   Frame(const Frame&) = delete;
   Frame& operator=(const Frame&) = delete;
   ~Frame() { api_->msg_close(&msg_); }
@@ -56,7 +60,18 @@ class Frame {
       throw std::runtime_error(std::string("zmq_msg_recv: ") + api_->strerror(e));
     }
   }
+  // Sends it, and is empty after that. False when nobody takes it now (flags kDontWait).
+  bool send(void* socket, int flags) {
+    for (;;) {
+      if (api_->msg_send(&msg_, socket, flags) >= 0) return true;
+      int e = api_->error();
+      if (e == 4 /* EINTR */) continue;
+      if (e == 11 /* EAGAIN */) return false;
+      throw std::runtime_error(std::string("zmq_msg_send: ") + api_->strerror(e));
+    }
+  }
   const uint8_t* data() { return static_cast<const uint8_t*>(api_->msg_data(&msg_)); }
+  uint8_t* mutable_data() { return static_cast<uint8_t*>(api_->msg_data(&msg_)); }
   size_t size() const { return api_->msg_size(&msg_); }
   bool more() const { return api_->msg_more(&msg_) != 0; }
 

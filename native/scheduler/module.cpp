@@ -8,6 +8,8 @@
 #include <cstring>
 #include <memory>
 
+#include "common/py_api.h"
+#include "scheduler/relay.h"
 #include "scheduler/scheduler.h"
 
 namespace {
@@ -18,7 +20,8 @@ using dtorch::Scheduler;
 
 struct Object {
   PyObject_HEAD
-  Scheduler* core;  // owned
+  Scheduler* core;      // owned
+  dtorch::Relay* relay;  // owned; null until attach()
 };
 
 struct Decref {
@@ -129,6 +132,43 @@ PyObject* executed(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* attach(PyObject* self, PyObject* args) {
+  PyObject* dict;
+  unsigned long long inbox, outbox, router;
+  int events;
+  if (!PyArg_ParseTuple(args, "OKKKi:attach", &dict, &inbox, &outbox, &router, &events)) return nullptr;
+  dtorch::zmq::Api api;
+  if (!dtorch::read_zmq_api(dict, &api)) return nullptr;
+  auto* object = reinterpret_cast<Object*>(self);
+  auto socket = [](unsigned long long address) { return reinterpret_cast<void*>(address); };
+  delete object->relay;
+  object->relay = new dtorch::Relay(api, *object->core, {socket(inbox), socket(outbox), socket(router), events});
+  Py_RETURN_NONE;
+}
+
+PyObject* serve(PyObject* self, PyObject* args) {
+  int routine, watch_outbox;
+  if (!PyArg_ParseTuple(args, "pp:serve", &routine, &watch_outbox)) return nullptr;
+  auto* relay = reinterpret_cast<Object*>(self)->relay;
+  if (!relay) return PyErr_Format(PyExc_ValueError, "serve() before attach()");
+  dtorch::Relay::Event event{};
+  try {
+    ReleasedGil unlocked;
+    event = relay->serve(routine != 0, watch_outbox != 0);
+  } catch (...) {
+    return raise_current();
+  }
+  Ref frames(PyList_New(static_cast<Py_ssize_t>(event.frames.size())));
+  if (!frames) return nullptr;
+  for (size_t i = 0; i < event.frames.size(); ++i) {
+    const auto& f = event.frames[i];
+    PyObject* bytes = PyBytes_FromStringAndSize(f.data(), static_cast<Py_ssize_t>(f.size()));
+    if (!bytes) return nullptr;
+    PyList_SET_ITEM(frames.get(), static_cast<Py_ssize_t>(i), bytes);
+  }
+  return Py_BuildValue("(iN)", static_cast<int>(event.source), frames.release());
+}
+
 PyObject* stats(PyObject* self, PyObject*) {
   const auto& counters = reinterpret_cast<Object*>(self)->core->counters();
   Ref list(PyList_New(static_cast<Py_ssize_t>(counters.size())));
@@ -184,6 +224,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 void destroy(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Object*>(self)->relay;
   delete reinterpret_cast<Object*>(self)->core;
   type->tp_free(self);
   Py_DECREF(type);  // instances of a heap type own a reference to it
@@ -192,6 +233,8 @@ void destroy(PyObject* self) {
 PyMethodDef methods[] = {
     {"split", split, METH_O, "Split a record stream into one batch per worker; see dtorch/_scheduler.pyi."},
     {"executed", executed, METH_VARARGS, "Note that a worker has executed all up to a number."},
+    {"attach", attach, METH_VARARGS, "Give it the sockets that serve() works on."},
+    {"serve", serve, METH_VARARGS, "Relay what is routine until something is not; see dtorch/_scheduler.pyi."},
     {"stats", stats, METH_NOARGS, "Counters, one dict per worker."},
     {nullptr, nullptr, 0, nullptr},
 };
