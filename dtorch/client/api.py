@@ -21,7 +21,7 @@ from dtorch import _client  # noqa: E402 (only after the check: a build for anot
 _client.register(os.path.dirname(torch.__file__) + "/", os.path.dirname(os.path.dirname(__file__)) + "/")
 backend_registration.rename_privateuse1_backend("dtorch")
 
-from dtorch.client import device_module, factories, values  # noqa: E402
+from dtorch.client import device_module, factories, pickling, values  # noqa: E402
 from dtorch.client.device_module import (  # noqa: E402
     current_device,
     device,
@@ -64,6 +64,7 @@ from dtorch.errors import (  # noqa: E402
 torch._register_device_module("dtorch", device_module)  # type: ignore[no-untyped-call]
 backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
 values.install()
+pickling.install()
 
 for _name in factories.NAMES:
     globals()[_name] = factories.make(_name)
