@@ -781,11 +781,6 @@ def _conv_channels_last(on: Device) -> list[Any]:
 
 #: Layers whose composites ask whether they run on the CPU and go another way there.
 OTHER_BITS = {
-    "rnn": "eager multiplies all steps' inputs at once on the CPU",
-    "lstm": "eager uses oneDNN's LSTM on the CPU",
-    "lstm_bidirectional": "eager multiplies all steps' inputs at once on the CPU",
-    "gru": "eager multiplies all steps' inputs at once on the CPU",
-    "packed_sequence": "eager multiplies all steps' inputs at once on the CPU",
     "group_norm_channels_last": "the gradient's formula keeps channels_last on the CPU alone",
 }
 
@@ -847,6 +842,11 @@ def expect_other_bits(request: pytest.FixtureRequest) -> None:
     lstm=_layer(lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True), (2, 3, 4)),
     lstm_bidirectional=_layer(lambda: nn.LSTM(4, 5, bidirectional=True, proj_size=3), (3, 2, 4)),
     gru=_layer(lambda: nn.GRU(4, 5, bias=False), (3, 2, 4)),
+    lstm_no_bias=_layer(lambda: nn.LSTM(4, 5, bias=False, bidirectional=True), (3, 2, 4)),
+    lstm_double=_layer(lambda: nn.LSTM(4, 5, dtype=torch.float64), (3, 2, 4), change=lambda x: x.double()),
+    lstm_unbatched=_layer(lambda: nn.LSTM(4, 5), (3, 4)),
+    rnn_relu=_layer(lambda: nn.RNN(4, 5, 2, "relu", bidirectional=True, batch_first=True), (2, 3, 4)),
+    gru_bidirectional=_layer(lambda: nn.GRU(4, 5, 2, bidirectional=True, batch_first=True), (2, 3, 4)),
     lstm_cell=_layer(lambda: nn.LSTMCell(4, 5), (2, 4)),
     gru_cell=_layer(lambda: nn.GRUCell(4, 5), (2, 4)),
     attention=_layer(lambda: nn.MultiheadAttention(8, 2, batch_first=True), (2, 5, 8), (2, 6, 8), (2, 6, 8)),
@@ -886,10 +886,22 @@ def _embeddings(on: Device) -> Any:
 
 
 def _packed(on: Device) -> Any:
-    lstm = on.module(lambda: nn.LSTM(4, 5, batch_first=True))
-    packed = nn.utils.rnn.pack_padded_sequence(on(3, 6, 4), torch.tensor([6, 4, 1]), batch_first=True)
-    out, state = lstm(packed)
-    return [out.data, *nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[:1], state]
+    """Packed sequences of every kind of layer, both directions; then without gradients, where oneDNN's LSTM differs."""
+    results: list[Any] = []
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        layer = on.module(lambda kind=kind: kind(4, 5, 2, batch_first=True, bidirectional=True))
+        x = on.parameter(3, 6, 4)
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([6, 4, 1]), batch_first=True)
+        out, state = layer(packed)
+        padded = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[0]
+        padded.pow(2).sum().backward()
+        results += [out.data, padded, state, x.grad, [p.grad for p in layer.parameters()]]
+        for _ in range(2):
+            with torch.no_grad():
+                results.append(layer(x))
+            results.append(layer(x))
+        results.append(layer.eval()(x))
+    return results
 
 
 def _spectral(on: Device) -> Any:

@@ -6,6 +6,7 @@ void register_device();   // device.cpp: guard, hooks, allocator, generators
 void register_kernels();  // kernels.cpp: hand-written kernels, forced boxed ones, the fallback
 void register_hot_kernels();    // hot.cpp: unboxed ones
 void register_whole_kernels();  // whole.cpp: linear and matmul as one record
-void register_cells();          // cells.cpp: LSTM and GRU
+void register_cells();          // cells.cpp: one step of LSTM and GRU
+void register_recurrent();      // recurrent.cpp: RNN, LSTM and GRU layers
 void register_autocast();       // autocast.cpp
 }  // namespace dtorch

@@ -1,6 +1,8 @@
 // See encode.h.
 #include "client/encode.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <ATen/core/Generator.h>
 
 #include <memory>
@@ -36,6 +38,7 @@ ScratchLease::ScratchLease(const OpInfo& info) {
   s_->worker = -1;
   std::memcpy(s_->key.reserve(5), &info.number, 4);
   s_->key.data()[4] = static_cast<uint8_t>(c10::typeMetaToScalarType(c10::get_default_dtype()));  // results may follow it
+  if (__builtin_expect(info.reads_grad_mode && at::GradMode::is_enabled(), 0)) s_->key.data()[4] |= 0x80;
   s_->key.advance(5);
 }
 

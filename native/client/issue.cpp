@@ -2,6 +2,7 @@
 #include "client/issue.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/native/Resize.h>
 
 #include "client/python_error.h"
@@ -12,7 +13,7 @@ namespace dtorch {
 namespace {
 
 // Global switches of PyTorch that the worker must share for equal results.
-void tell_switches(Session::Writer& w, int worker) {
+void tell_switches(Session::Writer& w, const OpInfo& info, int worker) {
   auto& state = w.worker(worker);
   auto option = [&](const char* name, int value) {
     w.begin(Record::OPTION, worker, 2);
@@ -25,6 +26,8 @@ void tell_switches(Session::Writer& w, int worker) {
   const auto& context = at::globalContext();
   int deterministic = !context.deterministicAlgorithms() ? 0 : context.deterministicAlgorithmsWarnOnly() ? 2 : 1;
   if (__builtin_expect(deterministic != state.deterministic, 0)) option("deterministic", state.deterministic = deterministic);
+  if (__builtin_expect(info.reads_grad_mode && at::GradMode::is_enabled() != state.grad_mode, 0))
+    option("grad_mode", state.grad_mode = at::GradMode::is_enabled());
 }
 
 void materialise_all(Session::Writer& w, const Scratch& s) {
@@ -33,7 +36,7 @@ void materialise_all(Session::Writer& w, const Scratch& s) {
 }
 
 void define(Session::Writer& w, const OpInfo& info, int worker) {
-  tell_switches(w, worker);
+  tell_switches(w, info, worker);
   auto& known = w.worker(worker).knows_op;
   if (info.number < known.size() && known[info.number]) return;
   if (known.size() <= info.number) known.resize(info.number + 64);

@@ -312,6 +312,7 @@ void register_kernels() {
   register_hot_kernels();
   register_whole_kernels();
   register_cells();
+  register_recurrent();
   register_autocast();
 
   auto& dispatcher = c10::Dispatcher::singleton();

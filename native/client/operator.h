@@ -31,6 +31,7 @@ struct OpInfo {
   bool in_place;       // not structured, writes its arguments and gives nothing else
   bool checks_itself;  // structured: its composite raises what is wrong with the arguments
   bool (*rule)(at::ArrayRef<c10::IValue>, struct Entry&);  // or null
+  bool reads_grad_mode;      // its kernel does other work, and gives other results, where gradients are enabled
   bool uploads_cpu_indices;  // takes Tensor?[] indices, which may be CPU tensors as everywhere in PyTorch
 };
 

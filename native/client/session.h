@@ -109,7 +109,8 @@ struct WorkerState {
   std::deque<Upload> uploads;                       // until they are executed (SHM-2)
   std::vector<bool> knows_op;                       // by operator number
   std::string dead;                                 // why, when the worker is gone
-  int default_dtype = 6, deterministic = 0;         // what it was told last (emit.cpp: tell_switches)
+  int default_dtype = 6, deterministic = 0;         // what it was told last (issue.cpp: tell_switches)
+  bool grad_mode = false;
 };
 
 struct Counters {

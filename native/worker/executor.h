@@ -125,6 +125,7 @@ class Executor {
   const int worker_;
   const int parent_fd_;
   bool exit_ = false, parent_gone_ = false;
+  bool grad_mode_ = false;  // the client's, for the operators that read it
   std::vector<std::pair<uint64_t, int>> returned_;  // borrowed memory not needed any more, not said yet: token, source
 
   Store store_;

@@ -79,6 +79,7 @@ void find_twin(Operator& op) {
 Operator::Operator(const c10::OperatorHandle& h) : handle(h) {
   const auto& schema = h.schema();
   name = schema.name();
+  reads_grad_mode = name == "aten::mkldnn_rnn_layer";
   if (auto silent = kSilentWrites.find(name); silent != kSilentWrites.end()) mutates = silent->second;
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();
   for (size_t i = 0; i < schema.arguments().size(); ++i)

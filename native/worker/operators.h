@@ -22,6 +22,7 @@ struct Operator {
   enum class Donation { None, Out, InPlace };  // by the out= overload; by the in-place one, where the first argument dies
   Donation donation = Donation::None;
   std::optional<c10::OperatorHandle> twin;     // that overload
+  bool reads_grad_mode = false;    // see OpInfo: to be run with gradients enabled where the client has them so
   std::vector<bool> result_alias;  // per result: it is a written argument
   // Unboxed twin (hot.cpp): decodes, calls, and appends the new tensors; null for most operators. With `donor`, a tensor
   // that nothing else will read, the result goes there unless an argument is a view of it.

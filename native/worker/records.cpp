@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Generator.h>
+#include <ATen/core/grad_mode.h>
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -249,6 +250,8 @@ void Executor::op(mp::Reader& in) {
     if (op->twin && dying_at(*batches_.front(), executed_ + 1) >= 0) donor = find_donor(*op, args, &donor_id);
     if (__builtin_expect(!loans_.empty(), 0) && !op->mutates.empty())
       for (uint64_t storage : written_storages(*op, args)) before_write(storage);
+    std::optional<at::AutoGradMode> gradients;
+    if (__builtin_expect(op->reads_grad_mode, 0)) gradients.emplace(grad_mode_);
     if (op->unboxed) {
       op->unboxed(d, donor.defined() ? &donor : nullptr, made_);
     } else {
@@ -303,6 +306,8 @@ void Executor::ask(mp::Reader& in) {
   try {
     Decoder d(in, store_, generators_);
     operator_at(number);
+    std::optional<at::AutoGradMode> gradients;
+    if (op->reads_grad_mode) gradients.emplace(grad_mode_);
     if (!loans_.empty())
       for (uint64_t storage : written_storages(*op, args)) before_write(storage);
     call_boxed(*op, d, stack, nullptr, fresh, &written);
@@ -711,6 +716,7 @@ void Executor::option(mp::Reader& in) {
   else if (name == "threads") at::set_num_threads(static_cast<int>(value));
   else if (name == "default_dtype") c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<at::ScalarType>(value)));
   else if (name == "flush_denormal") at::globalContext().setFlushDenormal(value != 0);
+  else if (name == "grad_mode") grad_mode_ = value != 0;
   else if (name == "memory_limit") pool().set_limit(static_cast<size_t>(value));
   else if (name == "lookahead_us") lookahead_ns_ = value * 1000;
   else if (name == "record_allocations") log_allocations_ = value != 0, log_.clear();
