@@ -13,6 +13,7 @@ namespace dtorch::worker {
 namespace {
 
 constexpr uint64_t kDrainNs = 20000;
+constexpr int64_t kLookaheadBytes = 16 << 10;  // less is not worth a wait
 
 }  // namespace
 
@@ -185,7 +186,7 @@ void Executor::look_ahead(mp::Reader args) {
     bytes += size;
   }
   const auto& m = memory_stats();
-  if (m.allocated + bytes <= m.peak || bytes < m.peak / 64) return;
+  if (m.allocated + bytes <= m.peak || bytes < kLookaheadBytes) return;
   ++lookaheads_;
   uint64_t seq = executed_ + 1, start = now_ns();
   const auto& batch = *batches_.front();
