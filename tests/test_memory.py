@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def test_shm2_a_fetched_value_is_mapped_and_given_back(fetch: Callable[[torch.Te
     assert loans() == 1
     allocated = dtorch.memory_allocated()
     del x
-    assert dtorch.memory_allocated() == allocated  # the loan holds it
+    assert dtorch.memory_allocated() == allocated - 8 * N  # the client's alone from now on
+    assert dtorch.worker_stats()["lent"] == 8 * N
     assert torch.equal(value, torch.arange(N) * 2)
     view = value[5:7]
     del value
@@ -51,7 +53,8 @@ def test_shm2_a_fetched_value_is_mapped_and_given_back(fetch: Callable[[torch.Te
     del view
     gc.collect()
     assert loans() == 0
-    assert dtorch.memory_allocated() <= allocated - 8 * N
+    assert dtorch.worker_stats()["lent"] == 0
+    assert dtorch.memory_allocated() == allocated - 8 * N
 
 
 def test_shm3_writing_to_a_fetched_value_changes_only_that() -> None:
@@ -183,6 +186,28 @@ def test_a_copy_between_workers_is_mapped_and_both_go_on() -> None:
     del y
     assert processes.wait_until(lambda: dtorch.memory_allocated(0) <= allocated - 4 * N, 10)
     assert z.sum().item() == (torch.arange(N) + 1.5).sum().item()
+
+
+def test_ses1_the_program_may_run_when_a_shared_uploads_owner_goes(no_engine: None) -> None:
+    """The upload keeps the last reference to a storage whose finaliser uses dtorch; its worker dies with it."""
+    dtorch.init(workers=2, device="cpu")
+    running = dtorch.client.engine.current()
+    assert running is not None
+    assert running.wait_for_workers(60)
+    other = dtorch.ones(4, device="dtorch:1")
+    assert (other + 1).sum().item() == 8
+    worker = running.pids()["worker-0"]
+    os.kill(worker, signal.SIGSTOP)
+    source = torch.randn(N).share_memory_()
+    storage = source.untyped_storage()
+    weakref.finalize(storage, lambda held=other + 1: None).atexit = False
+    uploaded = source.to("dtorch:0", non_blocking=True)
+    del source, storage
+    _client.flush()
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(dtorch.WorkerDied):
+        uploaded.cpu()
+    assert (other + 1).sum().item() == 8
 
 
 def test_a_dead_readers_loans_come_back(no_engine: None) -> None:
@@ -320,7 +345,104 @@ def test_four_pointwise_lines_hold_one_tensor() -> None:
     del wait, result
 
 
+HALF_BACKWARDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pow": lambda p: p.abs() ** 2.7,
+    "log2": lambda p: (p.abs() + 1).log2(),
+    "exp2": torch.exp2,
+    "erf": torch.erf,
+    "addmm": lambda p: torch.addmm(p, p, p, beta=0.3, alpha=0.7),
+    "selu": F.selu,
+    "softplus": F.softplus,
+    "elu": F.elu,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("name", HALF_BACKWARDS)
+def test_exe4_gradients_have_eagers_bits_in_every_type(name: str, dtype: torch.dtype) -> None:
+    """Backward formulas multiply dying tensors by numbers: in place that would round otherwise in half precision."""
+    if dtype.is_complex and name in ("erf", "selu", "softplus", "elu", "log2"):
+        pytest.skip("not defined for complex numbers, or not everywhere")
+
+    def program(on: Device) -> list[torch.Tensor]:
+        p = on(65, 65, dtype=dtype).requires_grad_()
+        grad = on(65, 65, dtype=dtype)
+        wait = busy(rounds=3) if on.name.startswith("dtorch") else None
+        y = HALF_BACKWARDS[name](p)
+        if not y.is_complex() and grad.is_complex():
+            grad = grad.real
+        y.backward(grad)
+        del wait
+        return [y.detach(), p.grad]
+
+    assert_same(program(Device("dtorch")), program(Device("cpu")))
+
+
+@pytest.mark.parametrize("n", [1, 5, 1027])
+def test_exe4_complex_results_have_eagers_bits(n: int) -> None:
+    def program(on: Device) -> list[torch.Tensor]:
+        x, z = on(n, dtype=torch.complex64), on(n, dtype=torch.complex64)
+        wait = busy(rounds=3) if on.name.startswith("dtorch") else None
+        results = []
+        for op in (torch.mul, torch.div, torch.add):
+            t = x + 0
+            w = op(t, z)
+            del t
+            results.append(w)
+        del wait
+        return results
+
+    assert_same(program(Device("dtorch")), program(Device("cpu")))
+
+
 # -- limits
+
+
+def test_fetched_values_do_not_count_against_the_limit(no_engine: None) -> None:
+    dtorch.init(workers=1, device="cpu", memory_limit=64 << 20)
+    values = []
+    for i in range(40):  # 160 MiB in all
+        y = dtorch.full((1 << 20,), float(i))
+        values.append(y.cpu())
+        del y
+    assert [v[-1].item() for v in values] == list(range(40))
+    assert dtorch.worker_stats()["lent"] == 160 << 20
+    del values
+    gc.collect()
+    assert dtorch.worker_stats()["lent"] == 0
+    assert dtorch.memory_allocated() < 1 << 20
+
+
+def test_what_a_full_worker_is_asked_fails_alone(no_engine: None) -> None:
+    dtorch.init(workers=1, device="cpu", memory_limit=4 << 20)
+    kept = []
+    with pytest.raises(dtorch.OutOfMemoryError):
+        for n in (1 << 18, 1 << 14, 1 << 10, 1 << 6):
+            while True:
+                kept.append(dtorch.ones(n))
+                try:
+                    dtorch.synchronize()
+                except dtorch.OutOfMemoryError:
+                    kept.pop()
+                    if n == 1 << 6:
+                        raise
+                    break
+    with pytest.raises(dtorch.OutOfMemoryError):
+        dtorch.get_rng_state()
+    assert kept[0].cpu().sum().item() == 1 << 18
+    kept.clear()
+    assert dtorch.get_rng_state().dtype == torch.uint8
+
+
+def test_a_worker_that_does_not_exist_is_refused(engine: Engine) -> None:
+    for call in (
+        lambda: dtorch.allocation_log(7).__enter__(),
+        lambda: dtorch.synchronize(7),
+        lambda: dtorch.memory_allocated(7),
+    ):
+        with pytest.raises(RuntimeError, match="dtorch:7 does not exist"):
+            call()
+    assert dtorch.ones(1).item() == 1
 
 
 def test_a_worker_keeps_to_its_limit_and_lives_on(no_engine: None) -> None:

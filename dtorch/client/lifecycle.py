@@ -75,11 +75,15 @@ def init(
         if current is not None:
             engine.shutdown()
         engine.start(workers, threads_per_worker, "cpu")
-        if memory_limit is not None:
-            for worker in range(workers):
-                _client.option(worker, "memory_limit", memory_limit)
-        _client.seed_all(torch.initial_seed())  # what the program seeded before the engine ran counts
         _arguments = wanted
+        try:
+            if memory_limit is not None:
+                for worker in range(workers):
+                    _client.option(worker, "memory_limit", min(memory_limit, 1 << 62))
+            _client.seed_all(torch.initial_seed())  # what the program seeded before the engine ran counts
+        except BaseException:
+            shutdown()
+            raise
 
 
 def _whole(n: object, least: int, most: float = float("inf")) -> bool:

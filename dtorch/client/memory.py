@@ -19,6 +19,7 @@ import msgpack
 from dtorch import _client
 from dtorch.client import failures, history
 from dtorch.client.lifecycle import Device, device_count, index_of, is_initialized, running
+from dtorch.errors import WorkerDied
 
 
 def worker_stats(device: Device = None) -> dict[str, int]:
@@ -28,9 +29,10 @@ def worker_stats(device: Device = None) -> dict[str, int]:
     reset, and ever took; ``blocks``, ``peak_blocks``, ``allocations``: the same in blocks; ``reserved``,
     ``peak_reserved``, ``limit``: bytes of the pool; ``machine``, ``available``: bytes of the machine's memory;
     ``mapped``: bytes of other workers' memory that tensors here stand on; ``loans``: values lent to a reader;
-    ``storages``: storages held; ``donations``: results that took an argument's memory; ``lookaheads`` and
-    ``lookahead_hits``: times an operator waited for a release just behind it, and times one came; ``retries``,
-    ``ooms``: times memory ran short, and stayed so; ``executed``, ``received``: records.
+    ``lent``: bytes that only the client still holds, as values it fetched, which are neither in ``allocated`` nor held
+    against the limit; ``storages``: storages held; ``donations``: results that took an argument's memory;
+    ``lookaheads`` and ``lookahead_hits``: times an operator waited for a release just behind it, and times one came;
+    ``retries``, ``ooms``: times memory ran short, and stayed so; ``executed``, ``received``: records.
     """
     running()
     return dict(_stats(device, "memory"))
@@ -71,7 +73,8 @@ def empty_cache() -> None:
     """Give the free memory of every worker's pool back to the operating system (as torch.cuda.empty_cache)."""
     if is_initialized():
         for worker in range(device_count()):
-            _stats(worker, "empty_cache")
+            with contextlib.suppress(WorkerDied):
+                _stats(worker, "empty_cache")
 
 
 def memory_stats(device: Device = None) -> OrderedDict[str, Any]:
@@ -103,7 +106,7 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     """(free, total) bytes for a worker (as torch.cuda.mem_get_info): within its limit and the machine; waits for it."""
     s = worker_stats(device)
     free = s["limit"] - s["reserved"]
-    return min(free, s["available"]), min(s["limit"], s["machine"])
+    return max(0, min(free, s["available"])), min(s["limit"], s["machine"])
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:

@@ -217,7 +217,7 @@ PyObject* py_synchronize(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   int worker;
   if (!PyArg_ParseTuple(args, "i", &worker)) return nullptr;
-  synchronize(worker);
+  if (Session::get().active()) synchronize(worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker))));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -283,6 +283,7 @@ PyObject* py_option(PyObject*, PyObject* args) {
   long long value;
   if (!PyArg_ParseTuple(args, "isL", &worker, &name, &value)) return nullptr;
   auto& session = Session::get();
+  worker = worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker)));
   session.admit(worker);
   Session::Writer w(session);
   w.begin(Record::OPTION, worker, 2);
@@ -297,8 +298,8 @@ PyObject* py_counters(PyObject*, PyObject*) {
   auto c = Session::get().counters();
   auto g = geometry_stats();
   return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsK}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
-                       c.bytes, "waits", c.waits, "upload_bytes", c.upload_bytes, "geometry_misses", g.misses, "geometry_asks", g.asks, "geometry_miss_ns",
-                       g.miss_ns, "geometry_entries", g.entries);
+                       c.bytes, "waits", c.waits, "upload_bytes", c.upload_bytes, "geometry_misses", g.misses,
+                       "geometry_asks", g.asks, "geometry_miss_ns", g.miss_ns, "geometry_entries", g.entries);
 }
 
 PyObject* py_progress(PyObject*, PyObject*) {

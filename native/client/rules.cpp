@@ -179,7 +179,9 @@ bool convolution(at::ArrayRef<c10::IValue> args, Entry& e) {
   auto stride = args[3].toIntVector(), padding = args[4].toIntVector(), dilation = args[5].toIntVector();
   int64_t groups = args[8].toInt();
   size_t spatial = static_cast<size_t>(x.dim()) - 2;
-  if (stride.size() != spatial || padding.size() != spatial || dilation.size() != spatial || groups < 1 ||
+  for (int64_t p : args[7].toIntVector())
+    if (p < 0) return false;
+  if (spatial > 3 || stride.size() != spatial || padding.size() != spatial || dilation.size() != spatial || groups < 1 ||
       x.size(1) != w.size(1) * groups || w.size(0) % groups || !fits(given(args[2]), x.scalar_type(), {w.size(0)}))
     return false;
   Dims sizes{x.size(0), w.size(0)};

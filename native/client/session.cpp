@@ -14,6 +14,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
+#include <iterator>
 #include <utility>
 
 #include "client/python_error.h"
@@ -122,6 +124,7 @@ void Session::attach(const SessionConfig& config) {
 void Session::detach(const std::string& why) {
   if (forked_) return;  // a forked child: the parent's session is not ours to end
   std::thread joiner;
+  std::vector<WorkerState::Upload> uploads;  // ended outside the lock: what they keep may be the program's (SES-1)
   {
     std::lock_guard lock(mu_);
     if (!active_.load()) return;
@@ -137,13 +140,15 @@ void Session::detach(const std::string& why) {
       r->failure = why;
       complete(r, Request::State::Failed);
     }
-    for (auto& w : state_)
-      for (auto& u : w.uploads) u.end();
-    for (auto& w : state_) w.uploads.clear();
+    for (auto& w : state_) {
+      std::move(w.uploads.begin(), w.uploads.end(), std::back_inserter(uploads));
+      w.uploads.clear();
+    }
     joiner = std::move(flusher_thread_);
     flusher_cv_.notify_all();
     progress_cv_.notify_all();
   }
+  for (auto& u : uploads) u.end();
   if (joiner.joinable()) joiner.join();
 }
 
@@ -329,6 +334,16 @@ Loan::~Loan() {
   Session::get().release(token, worker, 0, generation);
 }
 
+// Whether a process is gone, or a zombie: one has no descriptors any more.
+static bool has_died(int pid) {
+  if (kill(pid, 0) != 0) return true;
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  size_t name = line.rfind(')');
+  return name == std::string::npos || name + 2 >= line.size() || line[name + 2] == 'Z' || line[name + 2] == 'X';
+}
+
 void Session::forget(uint64_t id) {
   RequestPtr dying;  // its loan ends outside the lock
   std::lock_guard lock(mu_);
@@ -477,7 +492,7 @@ bool Session::handle(zmq::Frame& frame, Received* out) {
           try {
             if (r) loan->map = open_segment(pid, fd, offset, n, Sharing::Lent);
           } catch (const std::exception& e) {
-            if (kill(pid, 0) != 0) return false;  // its maker died: WORKER_DIED answers this request (WIRE-4)
+            if (has_died(pid)) return false;  // its maker did: WORKER_DIED answers this request (WIRE-4)
             loan.reset();  // outside the lock: it writes a record
             std::lock_guard lock(mu_);
             r->failure = std::string("the value could not be mapped: ") + e.what();
@@ -534,6 +549,13 @@ Session::Received Session::receive(void* pull, const std::vector<int>& fds) {
 }
 
 void Session::worker_died(int worker, const std::string& why, std::vector<uint64_t>* completed) {
+  std::deque<WorkerState::Upload> uploads;  // ended outside the lock: what they keep may be the program's (SES-1)
+  struct End {
+    std::deque<WorkerState::Upload>& all;
+    ~End() {
+      for (auto& u : all) u.end();
+    }
+  } end{uploads};
   std::lock_guard lock(mu_);
   if (worker < 0 || static_cast<size_t>(worker) >= state_.size()) return;
   auto& w = state_[static_cast<size_t>(worker)];
@@ -544,9 +566,8 @@ void Session::worker_died(int worker, const std::string& why, std::vector<uint64
   for (auto& u : w.uploads) {
     uploading_.fetch_sub(u.size, std::memory_order_relaxed);
     uploads_.fetch_sub(1, std::memory_order_relaxed);
-    u.end();
   }
-  w.uploads.clear();
+  uploads.swap(w.uploads);
   for (auto& [id, r] : requests_) {
     if (r->worker != worker || r->state.load() != Request::State::Pending) continue;
     r->failure = why;

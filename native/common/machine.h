@@ -43,7 +43,13 @@ inline const std::string& control_group() {
 
 constexpr size_t kUnlimited = std::numeric_limits<size_t>::max();
 
-inline size_t group_limit() { return control_group().empty() ? kUnlimited : number_in(control_group() + "/memory.max", kUnlimited); }
+// A group's limit is the least of its own and those of the groups around it.
+inline size_t group_limit() {
+  size_t least = kUnlimited;
+  for (std::string path = control_group(); path.size() > sizeof "/sys/fs/cgroup"; path.erase(path.rfind('/')))
+    least = std::min(least, number_in(path + "/memory.max", kUnlimited));
+  return control_group().empty() ? kUnlimited : std::min(least, number_in("/sys/fs/cgroup/memory.max", kUnlimited));
+}
 
 }  // namespace machine
 

@@ -13,24 +13,34 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
 namespace dtorch {
 
+// A process may have some 65,000 mappings (vm.max_map_count). Beyond so many lent ones, further values are copied.
+inline std::atomic<int> lent_mappings{0};
+constexpr int kMaxLentMappings = 30000;
+
 struct Mapping {
   void* data = nullptr;   // where the bytes meant begin
   size_t size = 0;        // how many
   int fd = -1;            // a descriptor of the segment, or none
-  void* pages = nullptr;  // the mapping itself: whole pages around the data
+  void* pages = nullptr;  // the mapping itself: whole pages around the data; null where the data is a copy from malloc
   size_t length = 0;
+  bool lent = false;
 
   // Ends the mapping and closes the descriptor.
   void end() {
     if (pages) munmap(pages, length);
+    else std::free(data);
+    if (lent) --lent_mappings;
     if (fd >= 0) close(fd);
     *this = {};
   }
@@ -70,8 +80,22 @@ inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sh
   m.size = n;
   size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), begin = offset / page * page;
   m.length = offset - begin + n;
-  m.pages = mmap(nullptr, m.length, PROT_READ | PROT_WRITE, static_cast<int>(sharing), own, static_cast<off_t>(begin));
+  bool lent = sharing == Sharing::Lent;
+  m.pages = lent && lent_mappings.load() >= kMaxLentMappings
+                ? MAP_FAILED
+                : mmap(nullptr, m.length, PROT_READ | PROT_WRITE, static_cast<int>(sharing), own, static_cast<off_t>(begin));
   int e = errno;
+  if (m.pages == MAP_FAILED && lent) {
+    m.pages = nullptr;
+    m.data = std::malloc(n);
+    size_t done = 0;
+    for (ssize_t got = 1; m.data && done < n && got > 0; done += static_cast<size_t>(std::max<ssize_t>(got, 0)))
+      got = pread(own, static_cast<char*>(m.data) + done, n - done, static_cast<off_t>(offset + done));
+    close(own);
+    if (done == n) return m;
+    std::free(m.data);
+    throw segment_error((std::string("cannot read the shared segment ") + path).c_str(), n);
+  }
   if (keep && m.pages != MAP_FAILED) m.fd = own;
   else close(own);
   if (m.pages == MAP_FAILED) {
@@ -79,6 +103,8 @@ inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sh
     throw segment_error((std::string("cannot map the shared segment ") + path).c_str(), n);
   }
   m.data = static_cast<char*>(m.pages) + (offset - begin);
+  m.lent = lent;
+  if (lent) ++lent_mappings;
   return m;
 }
 

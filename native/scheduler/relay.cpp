@@ -42,13 +42,13 @@ Relay::Event Relay::serve(bool routine, bool watch_outbox) {
                               {s_.outbox, 0, zmq::kPollOut, 0}};
     if (api_.poll(items, watch_outbox ? 4 : 3, -1) < 0) continue;  // EINTR
     Event out{};
+    if (items[2].revents) return {Source::Events, {}};  // who handles a death takes in what was said before it
     if (items[1].revents)
       for (int i = 0; i < kTurn && take_worker(routine, &out); ++i)
         if (!out.frames.empty()) return out;
     if (items[0].revents)
       for (int i = 0; i < kTurn && take_client(routine, &out); ++i)
         if (!out.frames.empty()) return out;
-    if (items[2].revents) return {Source::Events, {}};
     if (items[3].revents) return {Source::Outbox, {}};
   }
 }

@@ -6,6 +6,8 @@
 
 #include <time.h>
 
+#include <algorithm>
+
 #include "worker/memory.h"
 
 namespace dtorch::worker {
@@ -151,6 +153,8 @@ void Executor::attach_release(uint64_t storage, uint64_t seq) {
 
 void Executor::free_storage(uint64_t storage) {
   if (__builtin_expect(storage >> 62, 0)) return give_back(storage);
+  if (__builtin_expect(!loans_.empty(), 0))
+    if (auto* s = store_.find(storage); s && s->first.defined()) leave_to_client(s->first.storage().unsafeGetStorageImpl());
   if (store_.erase(storage) && __builtin_expect(log_allocations_, 0)) log_.push_back({executed_, storage, -1, 0, now_ns()});
 }
 
@@ -164,6 +168,7 @@ bool Executor::await_releases() {
   uint64_t start = now_ns();
   do {
     drain();
+    if (!returned_.empty()) return_borrowed();
     if (memory_stats().allocated < before) return true;
     if (exit_) return false;
     zmq::PollItem item{socket_, 0, zmq::kPollIn, 0};
@@ -202,22 +207,30 @@ void Executor::look_ahead(mp::Reader args) {
 // --- lending ---------------------------------------------------------------------------------------------------------
 
 // The loan holds the storage, so its memory outlives the tensor until the reader lets go.
-uint64_t Executor::lend(const c10::Storage& storage) {
+uint64_t Executor::lend(const c10::Storage& storage, bool to_peer) {
   uint64_t token = next_token_++;
   lent_.emplace(storage.unsafeGetStorageImpl(), token);
-  loans_.emplace(token, storage);
+  loans_.emplace(token, Loan{storage, to_peer});
   return token;
+}
+
+void Executor::leave_to_client(c10::StorageImpl* storage) {
+  auto [begin, end] = lent_.equal_range(storage);
+  if (begin == end || std::any_of(begin, end, [this](auto& l) { return loans_.at(l.second).to_peer; })) return;
+  if (clients_.insert(storage).second) lend_memory(static_cast<int64_t>(storage->nbytes()));
 }
 
 void Executor::give_back(uint64_t token) {
   auto it = loans_.find(token);
   if (it == loans_.end()) return;
-  auto [begin, end] = lent_.equal_range(it->second.unsafeGetStorageImpl());
+  auto* storage = it->second.storage.unsafeGetStorageImpl();
+  auto [begin, end] = lent_.equal_range(storage);
   for (auto l = begin; l != end; ++l)
     if (l->second == token) {
       lent_.erase(l);
       break;
     }
+  if (!lent_.count(storage) && clients_.erase(storage)) lend_memory(-static_cast<int64_t>(storage->nbytes()));
   loans_.erase(it);
 }
 
@@ -238,9 +251,10 @@ void Executor::before_write(uint64_t id) {
   c10::Storage old(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
                                                          impl->set_data_ptr(std::move(data)), allocator, /*resizable=*/false));
   for (uint64_t token : tokens) {
-    loans_[token] = old;
+    loans_.at(token).storage = old;
     lent_.emplace(old.unsafeGetStorageImpl(), token);
   }
+  leave_to_client(old.unsafeGetStorageImpl());
 }
 
 Executor::Borrowed::~Borrowed() {

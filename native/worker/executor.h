@@ -17,6 +17,7 @@
 #include <map>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "common/protocol.h"
@@ -52,6 +53,10 @@ class Executor {
     uint64_t storage;
     int32_t next;
   };
+  struct Loan {
+    c10::Storage storage;
+    bool to_peer;  // to another worker, not to the client
+  };
   struct Incoming {
     std::string payload;  // encoded: bytes, a segment, or an error
   };
@@ -80,7 +85,8 @@ class Executor {
   void free_storage(uint64_t storage);
 
   // --- lending (SHM-2)
-  uint64_t lend(const c10::Storage& storage);
+  uint64_t lend(const c10::Storage& storage, bool to_peer);
+  void leave_to_client(c10::StorageImpl* storage);  // no tensor here has it: if no peer does, it is the client's memory
   void give_back(uint64_t token);
   void before_write(uint64_t storage);  // what is lent is not written to: the tensor moves to other memory first
   void return_borrowed();
@@ -114,7 +120,7 @@ class Executor {
                       const std::string& shapes, uint64_t site);
   void put_largest(Buffer& b);
   void answer_error(uint64_t request, const CausePtr& cause);
-  void payload(Buffer& b, at::Tensor t);  // appends inline bytes or a lent part of shared memory
+  void payload(Buffer& b, at::Tensor t, bool to_peer);  // appends inline bytes or a lent part of shared memory
   static bool shared_part(const at::Tensor& t, int* fd, size_t* offset);
   void made(uint64_t storage, at::Tensor t, uint64_t site);
   void note_failure(const CausePtr& cause);
@@ -142,8 +148,9 @@ class Executor {
 
   std::unordered_map<uint64_t, Incoming> incoming_;
   std::unordered_map<int, std::string> dead_peers_;
-  std::unordered_map<uint64_t, c10::Storage> loans_;              // by token
+  std::unordered_map<uint64_t, Loan> loans_;                      // by token
   std::unordered_multimap<c10::StorageImpl*, uint64_t> lent_;     // their tokens by storage
+  std::unordered_set<c10::StorageImpl*> clients_;                 // lent, and held by no one but the client
   uint64_t next_token_ = uint64_t{1} << 62;
   std::deque<CausePtr> failures_;               // not yet reported
 

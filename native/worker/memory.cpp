@@ -129,6 +129,12 @@ void disown_memory(size_t n) {
   add(stats.allocated, -static_cast<int64_t>(n));
 }
 
+void lend_memory(int64_t n) {
+  add(stats.allocated, -n);  // no new peak when it comes back: that is only to be freed
+  add(stats.lent, n);
+  pool().exempt(n);
+}
+
 size_t empty_cache() {
   bins().flush();
   return pool().trim();

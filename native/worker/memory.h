@@ -20,6 +20,7 @@ struct MemoryStats {
   int64_t live = 0, peak_live = 0;        // blocks held now; the most since reset
   int64_t allocations = 0, total = 0;     // blocks and bytes ever made
   int64_t retries = 0, failures = 0;      // times memory ran short; times it stayed so
+  int64_t lent = 0;                       // bytes that only the client still holds, as values it fetched; not in `allocated`
   int64_t mapped = 0;                     // bytes of other workers' memory that tensors here stand on; not in `allocated`
 };
 
@@ -32,6 +33,8 @@ void reset_peaks();
 // an allocation would; and it goes.
 void adopt_memory(size_t n);
 void disown_memory(size_t n);
+// n bytes are now held by the client alone, as its own memory; or (negative) about to be freed.
+void lend_memory(int64_t n);
 // Gives everything that is free back to the operating system: this thread's kept blocks and the pool's free pages.
 size_t empty_cache();
 // Called on the thread that sets it when an allocation does not succeed; true: something was freed, try again.

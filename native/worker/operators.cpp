@@ -25,6 +25,11 @@ const std::unordered_set<std::string> kUntagged = {"aten::hardswish",         "a
                                                    "aten::softplus_backward", "aten::leaky_relu_backward",
                                                    "aten::elu_backward",      "aten::floor_divide"};
 
+// Pointwise operators without an out= overload whose in-place overload computes the very same. Not all do: mul_.Scalar
+// rounds its number to the tensor's type, mul.Scalar does not.
+const std::unordered_set<std::string> kSameInPlace = {"aten::relu", "aten::relu6", "aten::selu", "aten::celu",
+                                                      "aten::masked_fill"};
+
 bool same_arguments(const c10::FunctionSchema& a, const c10::FunctionSchema& b, size_t n) {
   for (size_t i = 0; i < n; ++i)
     if (a.arguments()[i].name() != b.arguments()[i].name() || *a.arguments()[i].real_type() != *b.arguments()[i].real_type())
@@ -66,6 +71,7 @@ void find_twin(Operator& op) {
     op.donation = Operator::Donation::Out;
     return;
   }
+  if (!kSameInPlace.count(schema.name())) return;
   auto in_place = dispatcher.findSchema({schema.name() + "_", schema.overload_name()});
   if (!in_place || in_place->hasTag(at::Tag::generated)) return;
   const auto& s = in_place->schema();

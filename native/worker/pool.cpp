@@ -64,8 +64,19 @@ bool Pool::reserve(char* begin, char* end) {
 }
 
 // Called with mu_ held.
+bool Pool::within_limit(size_t bytes) const {
+  size_t used = reserved_ - std::min(reserved_, static_cast<size_t>(exempt_));
+  return bytes <= limit_ && used <= limit_ - bytes;
+}
+
+void Pool::exempt(int64_t bytes) {
+  std::lock_guard lock(mu_);
+  exempt_ += bytes;
+}
+
+// Called with mu_ held.
 bool Pool::grow(size_t bytes) {
-  if (bytes > limit_ || reserved_ > limit_ - bytes) return false;
+  if (!within_limit(bytes)) return false;
   unasked_ += bytes;
   if (unasked_ >= kAsk) {
     if (bytes > available_memory()) return false;
@@ -78,7 +89,7 @@ bool Pool::grow(size_t bytes) {
 
 bool Pool::adopt(size_t n) {
   std::lock_guard lock(mu_);
-  if (n > limit_ || reserved_ > limit_ - n) return false;  // its pages exist already
+  if (!within_limit(n)) return false;  // the machine is not asked: its pages exist already
   reserved_ += n;
   peak_reserved_ = std::max(peak_reserved_, reserved_);
   return true;

@@ -10,7 +10,7 @@
 // has ever lain in and that were not given back since, and the segments of others that the worker has adopted.
 //
 // POOL-1  Blocks tile the segment: no gap, no overlap; two free blocks are never neighbours.
-// POOL-2  reserved() is at most limit() (as long as that is not lowered below it), and the operating system holds at most
+// POOL-2  reserved(), less what is exempt, is at most limit() (as long as that is not lowered below it), and the operating system holds at most
 //         reserved() bytes for the worker's tensors.
 #pragma once
 
@@ -37,6 +37,9 @@ class Pool {
   // The n it was made with; and another n for the same block, which differs by less than kAlign.
   static size_t size_of(const void* data);
   static void resize(void* data, size_t n);
+
+  // So many bytes (negative: fewer) of the reserved ones are not held against the limit.
+  void exempt(int64_t bytes);
 
   // A segment of n bytes that somebody else made becomes the worker's, or goes; false when the limit does not allow it.
   bool adopt(size_t n);
@@ -71,6 +74,7 @@ class Pool {
   char* next(char* block) const { return block + header(block)->size; }  // base_ + size_ after the last
   bool reserve(char* begin, char* end);
   bool grow(size_t bytes);
+  bool within_limit(size_t bytes) const;
 
   int fd_ = -1;
   char* base_ = nullptr;
@@ -78,6 +82,7 @@ class Pool {
   mutable std::mutex mu_;  // guards all below; operators' own threads allocate too
   Free free_;
   std::vector<bool> touched_;  // per granule
+  int64_t exempt_ = 0;
   size_t limit_ = 0, reserved_ = 0, peak_reserved_ = 0;
   size_t unasked_ = 0;  // bytes reserved since the machine was last asked for what it has
 };

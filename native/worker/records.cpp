@@ -216,6 +216,8 @@ at::Tensor Executor::find_donor(const Operator& op, mp::Reader args, uint64_t* i
   args.array();
   args.skip();
   auto g = read_geometry(args);
+  // Complex kernels' compiled loops depend on whether they write what they read: the last bit may differ.
+  if (c10::isComplexType(g.dtype)) return {};
   if (op.donation == Operator::Donation::InPlace) {
     first.array();
     if (first.kind() != mp::Kind::Int) return {};
@@ -318,9 +320,23 @@ void Executor::ask(mp::Reader& in) {
   in = args;
   in.skip();
   uint64_t next = in.uint();
+  // The client knows a storage by its first tensor, which starts at its beginning.
+  auto whole = [](const at::Tensor& t) {
+    return t.defined() && (t.storage_offset() != 0 || t.is_conj() || t.is_neg()) ? t.resolve_conj().resolve_neg().clone() : t;
+  };
   if (!cause) {
     try {
       for (const auto& t : fresh) require_plain(*op, t);
+      for (size_t i = 0; i < stack.size(); ++i) {
+        if (op->result_alias[i]) continue;
+        if (stack[i].isTensor()) {
+          stack[i] = whole(stack[i].toTensor());
+        } else if (stack[i].isTensorList()) {
+          auto list = stack[i].toTensorVector();
+          for (auto& t : list) t = whole(t);
+          stack[i] = list;
+        }
+      }
     } catch (...) {
       cause = cause_of("call", op->name, describe_arguments(*op, args, store_), site);
     }
@@ -333,11 +349,8 @@ void Executor::ask(mp::Reader& in) {
   mp::put_uint(b, request);
   mp::put_int(b, worker_);
   mp::put_array(b, stack.size() + 1);
-  auto give = [&](const at::Tensor& t0) {
-    if (!t0.defined()) return mp::put_nil(b);
-    at::Tensor t = t0;
-    // The client knows a storage by its first tensor, which starts at its beginning.
-    if (t.storage_offset() != 0 || t.is_conj() || t.is_neg()) t = t.resolve_conj().resolve_neg().clone();
+  auto give = [&](const at::Tensor& t) {
+    if (!t.defined()) return mp::put_nil(b);
     mp::put_array(b, 2);
     mp::put_uint(b, next);
     put_geometry(b, t);
@@ -460,11 +473,12 @@ bool Executor::shared_part(const at::Tensor& t, int* fd, size_t* offset) {
 
 // Appends a payload: the bytes, or the shared memory where they lie, lent until the reader releases the token. `t` is
 // dense. What cannot be mapped by others is copied into the pool, and so is what would keep a much larger storage alive.
-void Executor::payload(Buffer& b, at::Tensor t) {
+void Executor::payload(Buffer& b, at::Tensor t, bool to_peer) {
   size_t n = bytes_of(t), offset = 0;
   int fd = -1;
   if (n <= kInlineBytes) return mp::put_bin(b, n ? t.const_data_ptr() : "", n);
-  if (t.storage().nbytes() / 2 > n || !shared_part(t, &fd, &offset)) {
+  bool copied = t.storage().nbytes() / 2 > n || !shared_part(t, &fd, &offset);
+  if (copied) {
     t = t.clone(at::MemoryFormat::Preserve);
     shared_part(t, &fd, &offset);
   }
@@ -473,7 +487,8 @@ void Executor::payload(Buffer& b, at::Tensor t) {
   mp::put_int(b, fd);
   mp::put_uint(b, offset);
   mp::put_uint(b, n);
-  mp::put_uint(b, lend(t.storage()));
+  mp::put_uint(b, lend(t.storage(), to_peer));
+  if (copied) leave_to_client(t.storage().unsafeGetStorageImpl());  // no tensor here has it
 }
 
 void Executor::fetch(mp::Reader& in) {
@@ -492,7 +507,7 @@ void Executor::fetch(mp::Reader& in) {
       mp::put_uint(b, request);
       mp::put_int(b, worker_);
       put_geometry(b, t);
-      payload(b, t);
+      payload(b, t, /*to_peer=*/false);
       return reply(b);
     }
   } catch (...) {
@@ -518,7 +533,7 @@ void Executor::send_tensor(mp::Reader& in) {
     Decoder d(in, store_, generators_);
     auto t = d.tensor();
     cause = d.poison();
-    if (!cause) payload(b, handed_over(t));
+    if (!cause) payload(b, handed_over(t), /*to_peer=*/true);
   } catch (...) {
     cause = cause_of("internal", "a copy between workers", "", site);
     in = start;
@@ -543,6 +558,7 @@ void Executor::recv_tensor(mp::Reader& in) {
       auto cause = make_cause("peer", "WorkerDied", dead->second, "a copy between workers", "", site);
       return poison(storage, cause);
     }
+    if (!returned_.empty()) return_borrowed();
     if (exit_ || !wait_readable()) return;
     drain();
     it = incoming_.find(transfer);
@@ -586,17 +602,19 @@ void Executor::recv_tensor(mp::Reader& in) {
 void Executor::resize(mp::Reader& in) {
   uint64_t storage = in.uint();
   size_t nbytes = in.uint();
-  auto* s = store_.find(storage);
-  if (!s || !s->first.defined()) return;
   try {
     before_write(storage);
-    auto* impl = s->first.storage().unsafeGetStorageImpl();
+    auto* s = store_.find(storage);
+    if (!s || !s->first.defined()) return;
+    c10::Storage held = s->first.storage();
+    auto* impl = held.unsafeGetStorageImpl();
     auto* alloc = c10::GetAllocator(c10::DeviceType::CPU);
     auto data = alloc->allocate(nbytes);
     size_t keep = std::min(nbytes, impl->nbytes());
     if (keep) std::memcpy(data.get(), impl->data(), keep);
     impl->set_data_ptr_noswap(std::move(data));
     impl->set_nbytes(nbytes);
+    if (log_allocations_) log_.push_back({executed_ + 1, storage, static_cast<int64_t>(nbytes), 0, now_ns()});
   } catch (...) {
     poison(storage, cause_of("internal", "resize_", "", 0));
   }
@@ -614,8 +632,13 @@ void Executor::seed(mp::Reader& in) {
 
 void Executor::rng_get(mp::Reader& in) {
   uint64_t request = in.uint();
-  auto& g = generators_.get(static_cast<uint32_t>(in.uint()));
-  at::Tensor state = g.get_state();
+  auto number = static_cast<uint32_t>(in.uint());
+  at::Tensor state;
+  try {
+    state = generators_.get(number).get_state();
+  } catch (...) {
+    return answer_error(request, cause_of("op", "Generator.get_state", "", 0));
+  }
   out_.clear();
   mp::put_array(out_, 4);
   out_.push(static_cast<uint8_t>(Message::DONE));
@@ -696,7 +719,7 @@ void Executor::stats(mp::Reader& in) {
         {"allocations", m.allocations}, {"total", m.total}, {"retries", m.retries}, {"ooms", m.failures},
         {"reserved", number(pool().reserved())}, {"peak_reserved", number(pool().peak_reserved())},
         {"limit", number(pool().limit())}, {"machine", number(machine_memory())}, {"available", number(available_memory())},
-        {"mapped", m.mapped}, {"loans", number(loans_.size())}, {"storages", number(store_.size())},
+        {"mapped", m.mapped}, {"lent", m.lent}, {"loans", number(loans_.size())}, {"storages", number(store_.size())},
         {"donations", donations_}, {"lookaheads", lookaheads_}, {"lookahead_hits", lookahead_hits_},
         {"executed", number(executed_)}, {"received", number(received_)}};
     mp::put_array(b, std::size(rows));
