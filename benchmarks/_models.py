@@ -77,12 +77,13 @@ class LlamaForward:
 
 
 class LlamaTraining:
-    """AdamW steps on the same two sequences, the weights on one device; calling it issues one."""
+    """Steps of an optimizer on the same two sequences, the weights on one device; calling it issues one."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         self._model = llama().to(device).train()
         self._batch = tokens(2).to(device)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        options: dict[str, float] = {"lr": 1e-3}
+        self._optimizer = optimizer(self._model.parameters(), **options)
 
     def resident(self) -> Iterator[torch.Tensor]:
         """What is there between steps: weights, the optimizer's state, the batch."""

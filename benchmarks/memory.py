@@ -17,8 +17,8 @@ sd3_medium     the sizes of SD3-medium in bfloat16, whole peak with the weights 
                of 256 pixels in one step, once: more takes a CPU hours and the peak is the weights'.
 llama_forward  a forward pass of a small Llama without a cache, under no_grad: the peak above the weights. With all
                logits, which are most of the peak, and with the last token's only.
-training       AdamW steps of that Llama, all equal: the peak with the weights after 1, 2 and 10 steps, never reset. The
-               first step makes the optimizer's state, so the second peaks higher; the tenth must not.
+training       SGD and AdamW steps of that Llama, all equal: the peak with the weights after 1, 2 and 10 steps, never
+               reset. AdamW makes its state in the first step, so its second peaks higher; no later one may.
 fragmentation  bytes reserved from the operating system by allocated bytes, both at their peaks.
 fetch          256 MiB brought to the client: how much the client's own memory grows (private pages, and Pss, which
                halves what two processes share) when the value is there, when all of it has been read, when all of it
@@ -120,23 +120,29 @@ def llama_forward(engine: Engine) -> Rows:
 
 
 def training(engine: Engine) -> Rows:
+    import torch
     from _models import LlamaTraining
 
-    step = LlamaTraining(engine.device)
-    engine.wait()
-    engine.reset()
-    peaks: dict[int, int] = {}
-    done = 0
-    for steps in (1, 2, 10):
-        for _ in range(steps - done):
-            step()
-        done = steps
+    rows: Rows = []
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        name = optimizer.__name__
+        step = LlamaTraining(engine.device, optimizer)
         engine.wait()
-        peaks[steps] = engine.stats()["peak"]
-    rows: Rows = [
-        (f"peak after {steps} step{'s' if steps > 1 else ''}", peak / MIB, "MiB") for steps, peak in peaks.items()
-    ]
-    return [*rows, ("10 steps / 1 step", peaks[10] / peaks[1], ""), ("10 steps / 2 steps", peaks[10] / peaks[2], "")]
+        engine.reset()
+        peaks: dict[int, int] = {}
+        done = 0
+        for steps in (1, 2, 10):
+            for _ in range(steps - done):
+                step()
+            done = steps
+            engine.wait()
+            peaks[steps] = engine.stats()["peak"]
+        del step
+        for steps, peak in peaks.items():
+            rows.append((f"{name}: peak after {steps} step{'s' if steps > 1 else ''}", peak / MIB, "MiB"))
+        rows.append((f"{name}: 10 steps / 1 step", peaks[10] / peaks[1], ""))
+        rows.append((f"{name}: 10 steps / 2 steps", peaks[10] / peaks[2], ""))
+    return rows
 
 
 def fragmentation(engine: Engine) -> Rows:
