@@ -183,6 +183,8 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         directory, threads, device = self._arguments
         for worker in range(self._count):
+            if self._stopping:  # the fork server may be gone, and asking would launch another one
+                return
             process = context.Process(
                 target=_run,
                 name=name_of(worker),
@@ -198,8 +200,6 @@ class Workers:
                 return
             finally:
                 os.eventfd_write(self._wake_fd, 1)
-            if self._stopping:
-                return
 
     def _take_news(self) -> list[Death]:
         os.eventfd_read(self._wake_fd)

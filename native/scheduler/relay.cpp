@@ -42,7 +42,13 @@ Relay::Event Relay::serve(bool routine, bool watch_outbox) {
                               {s_.outbox, 0, zmq::kPollOut, 0}};
     if (api_.poll(items, watch_outbox ? 4 : 3, -1) < 0) continue;  // EINTR
     Event out{};
-    if (items[2].revents) return {Source::Events, {}};  // who handles a death takes in what was said before it
+    // Who handles a death takes in what was said before it, so events may come first; but not twice while others wait.
+    bool others = items[0].revents || items[1].revents;
+    if (items[2].revents && !(others && events_last_)) {
+      events_last_ = true;
+      return {Source::Events, {}};
+    }
+    events_last_ = false;
     if (items[1].revents)
       for (int i = 0; i < kTurn && take_worker(routine, &out); ++i)
         if (!out.frames.empty()) return out;

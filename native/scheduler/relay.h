@@ -43,6 +43,7 @@ class Relay {
   const zmq::Api api_;
   Scheduler& scheduler_;
   const Sockets s_;
+  bool events_last_ = false;  // what serve() returned last
 };
 
 }  // namespace dtorch
