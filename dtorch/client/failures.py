@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgpack
@@ -93,6 +94,21 @@ def line_of(site: int) -> str:
     return f"{own[0]}:{own[1]} in {own[2]}" if own else ""
 
 
+def holders(rows: Iterable[tuple[int, str, str]]) -> list[str]:
+    """Lines of text that tell what holds the memory: (bytes, tensor, client's line) each."""
+    return [f"{size_text(n):>14}  {tensor}  made at {line}" for n, tensor, line in rows]
+
+
+def size_text(n: int) -> str:
+    """A number of bytes for people."""
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
 def _package_dir(module: Any) -> str:
     name = module.__name__.partition(".")[0]
     path: str = __import__(name).__path__[0]
@@ -122,7 +138,7 @@ def _from_error(error: list[Any]) -> Exception:
     text += [f'    called from File "{f}", line {line}, in {name}' for f, line, name in _outer(stack, own)]
     if held:
         text.append("  the largest tensors on that worker then:")
-        text += [f"    {size} bytes  {tensor}  made at {line_of(made)}" for size, tensor, made in held]
+        text += holders((size, tensor, line_of(made)) for size, tensor, made in held)
     if kind == "internal":
         return InternalError("\n".join(text))
     cls = OutOfMemoryError if kind == "memory" else RemoteError

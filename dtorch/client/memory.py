@@ -17,7 +17,8 @@ from typing import Any
 import msgpack
 
 from dtorch import _client
-from dtorch.client import failures, history
+from dtorch.client import history
+from dtorch.client.failures import holders, line_of, size_text
 from dtorch.client.lifecycle import Device, device_count, index_of, is_initialized, running
 from dtorch.errors import WorkerDied
 
@@ -110,7 +111,7 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
-    """Limit what a worker may reserve to a fraction of the machine's memory (as for torch.cuda). Does not wait."""
+    """Limit what a worker may reserve to a fraction of the machine's memory (as for torch.cuda); waits for it."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction!r}: a number above 0 and at most 1")
     total = worker_stats(device)["machine"]
@@ -130,7 +131,7 @@ def live_tensors(device: Device = None) -> list[dict[str, Any]]:
     """
     running()
     rows = sorted(_stats(device, "live"), key=lambda row: -int(row[1]))
-    return [{"bytes": size, "tensor": text, "line": failures.line_of(site)} for _, size, text, site in rows]
+    return [{"bytes": size, "tensor": text, "line": line_of(site)} for _, size, text, site in rows]
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
@@ -141,28 +142,14 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
         ("reserved", s["reserved"], s["peak_reserved"]),
     ]
     text = [f"dtorch:{index_of(device)}      current           peak"]
-    text += [f"{name:<10}{size(current):>14} {size(peak):>14}" for name, current, peak in rows]
+    text += [f"{name:<10}{size_text(current):>14} {size_text(peak):>14}" for name, current, peak in rows]
     text.append(f"{'blocks':<10}{s['blocks']:>14} {s['peak_blocks']:>14}")
-    text.append(f"limit {size(s['limit'])}, the machine has {size(s['available'])} of {size(s['machine'])} available")
+    limit, available, machine = (size_text(s[name]) for name in ("limit", "available", "machine"))
+    text.append(f"limit {limit}, the machine has {available} of {machine} available")
     text.append(f"{s['donations']} donations, {s['retries']} times short of memory, {s['ooms']} times out of it")
     if not abbreviated:
         text += holders((row["bytes"], row["tensor"], row["line"]) for row in live_tensors(device)[:10])
     return "\n".join(text)
-
-
-def holders(rows: Iterator[tuple[int, str, str]]) -> list[str]:
-    """Lines of text that tell what holds the memory: (bytes, tensor, client's line) each."""
-    return [f"{size(n):>14}  {tensor}  made at {line}" for n, tensor, line in rows]
-
-
-def size(n: int) -> str:
-    """A number of bytes for people."""
-    value = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 @contextlib.contextmanager

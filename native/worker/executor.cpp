@@ -163,7 +163,7 @@ int32_t Executor::dying_at(const Batch& batch, uint64_t seq) const {
 }
 
 bool Executor::await_releases() {
-  constexpr uint64_t kPatienceNs = 50'000'000;
+  constexpr uint64_t kPatienceNs = 200'000'000;  // nothing is lost by waiting: the alternative is to fail
   int64_t before = memory_stats().allocated;
   uint64_t start = now_ns();
   do {
