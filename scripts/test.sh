@@ -2,9 +2,11 @@
 # Sets everything up, then: ruff, a strict type check, the test suite. Arguments go to pytest:
 #
 #   scripts/test.sh tests/test_protocol.py -k version
+#   scripts/test.sh --conformance                all of PyTorch's own tests instead of the suite, which has a sample of them;
+#                                                hours; writes docs/conformance.md; arguments go to python -m tests.conformance
 #   DTORCH_SANITIZE=address scripts/test.sh      the same with an address-sanitizer build of the native modules
 #
-# Besides pytest's own verdict the run fails when
+# Besides the verdict of what ran the run fails when
 #   - PyTorch warned that an operator has no autograd kernel (gradients would be missing, silently);
 #   - a process of dtorch outlives the tests, or a dtorch-* directory or segment is left;
 #   - a sanitizer reported something.
@@ -42,15 +44,19 @@ if [ -n "${DTORCH_SANITIZE:-}" ]; then
 fi
 
 failed=0
-color=()
-[ -t 1 ] && color=(--color=yes)
+runner=(pytest)
+[ -t 1 ] && runner+=(--color=yes)
+if [ "${1:-}" = --conformance ]; then
+  shift
+  runner=(tests.conformance --dtypes all --samples all --page docs/conformance.md)
+fi
 started=$SECONDS
-echo "test: pytest"
+echo "test: ${runner[0]}"
 set +e
-LD_PRELOAD=$preload "$bin/python" -m pytest ${color[@]+"${color[@]}"} "$@" 2>&1 | tee "$scratch/output"
+LD_PRELOAD=$preload "$bin/python" -m "${runner[@]}" "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
 set -e
-[ "$status" -eq 0 ] || fail "pytest's exit status is $status (after $((SECONDS - started)) s)"
+[ "$status" -eq 0 ] || fail "the exit status of ${runner[0]} is $status (after $((SECONDS - started)) s)"
 
 if grep -q 'autograd kernel was not registered to the Autograd key' "$scratch/output"; then
   fail "an operator without an autograd kernel was differentiated:" \

@@ -1,75 +1,84 @@
-"""``python -m tests.conformance``: run PyTorch's operator tests on dtorch and print what passed and what did not."""
+"""``python -m tests.conformance``: run PyTorch's own tests on dtorch and print what passed and what did not."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
 
-import torch
-
-from . import run, samples
-from .checks import CHECKS
+from . import exclusions, report, run
+from .parts import MODULES, How, part
 
 
-def report(results: list[run.Result], out: TextIO) -> None:
-    """One line for each thing that failed or is excluded, then the counts."""
-    for result in results:
-        for check, problems in result.failures.items():
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            print(f"FAILED   {result.name} {check}: {problems[0]}{more}", file=out)
-        for problem in result.needless:
-            print(f"NEEDLESS {result.name} {problem}", file=out)
-        for check, reason in result.excluded.items():
-            print(f"excluded {result.name} {check}: {reason}", file=out)
-    counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in ("passed", "failed", "excluded")}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), file=out)
+def _samples(text: str) -> tuple[str, int | None]:
+    """``5``, ``all``, or ``float32=all``: the dtype (``*`` where none is named), and how many."""
+    dtype, _, count = text.rpartition("=")
+    return dtype or "*", None if count == "all" else int(count)
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("--parts", nargs="*", default=MODULES, choices=MODULES, help="only these (default: all)")
+    parser.add_argument(
+        "--names", default=".*", metavar="REGEX", help="what matches as a whole (an operator, a module)"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="*", default=("float32",), help='default: float32; "all": every one of a part'
+    )
+    parser.add_argument(
+        "--samples",
+        nargs="*",
+        type=_samples,
+        default=[("*", 2)],
+        metavar="[DTYPE=]N",
+        help='samples a name, spread over all it has, or "all" (default: 2)',
+    )
+    parser.add_argument("--checks", nargs="*", default=(), help="only these (default: all)")
+    parser.add_argument(
+        "--sets", type=int, default=os.cpu_count() or 1, help="worker sets at once (default: one a core)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of an operator, on both sides (default: 1)")
+    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="for one comparison (default: 60)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the table there (docs/conformance.md)")
+    return parser.parse_args()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
-    parser.add_argument("--ops", default=".*", metavar="REGEX", help="operators whose whole name matches")
-    parser.add_argument(
-        "--samples", type=int, default=2, metavar="N", help="samples an operator, spread over all it has"
-    )
-    parser.add_argument("--dtype", default="float32", help="dtype of the samples (default: float32)")
-    parser.add_argument("--checks", nargs="*", default=(), choices=list(CHECKS), help="only these (default: all)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of an operator, on both sides (default: 1)")
-    parser.add_argument(
-        "--limit", type=float, default=60, metavar="SECONDS", help="time for one operator (default: 60)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
-    flags = parser.parse_args()
-
-    names = [n for n in samples.operators(getattr(torch, flags.dtype)) if re.fullmatch(flags.ops, n)]
-    exclusions = run.read_exclusions()
+    flags = _flags()
+    most = dict(flags.samples)
+    excluded = exclusions.read()
+    work = []
+    for name in flags.parts:
+        of_part = part(name).DTYPES
+        for dtype in of_part if "all" in flags.dtypes else [d for d in of_part if d in flags.dtypes]:
+            how = How(dtype, most.get(dtype, most.get("*", 2)), tuple(flags.checks))
+            work += run.tasks(name, how, excluded, lambda n: re.fullmatch(flags.names, n) is not None)
     started = time.monotonic()
     count = 0
 
     def tell(result: run.Result) -> None:
         nonlocal count
         count += 1
-        print(f"\r{count}/{len(names)} {result.name:60.60}", end="", file=sys.stderr, flush=True)
+        end = "\n" if result.failures or not sys.stderr.isatty() else ""
+        words = f"{result.part} {result.name} {result.dtype} {result.verdict}"
+        print(f"\r{count}/{len(work)} {words:70.70}", end=end, file=sys.stderr, flush=True)
 
-    results = run.run(
-        names,
-        exclusions=exclusions,
-        dtype=flags.dtype,
-        most=flags.samples,
-        limit=flags.limit,
-        threads=flags.threads,
-        only=tuple(flags.checks),
-        tell=tell,
-    )
-    print(f"\r{len(results)} operators in {time.monotonic() - started:.0f} s{'':60}", file=sys.stderr)
-    report(results, sys.stdout)
+    results = run.run(work, exclusions=excluded, sets=flags.sets, limit=flags.limit, threads=flags.threads, tell=tell)
+    seconds = time.monotonic() - started
+    print(f"\r{len(results)} names in {seconds:.0f} s{'':70}", file=sys.stderr)
+    needless = exclusions.needless(results, excluded)
+    report.lines(results, needless, sys.stdout)
     if flags.out:
         with flags.out.open("w") as file:
-            report(results, file)
-    return 1 if any(result.verdict == "failed" for result in results) else 0
+            report.lines(results, needless, file)
+    if flags.page:
+        command = "python -m tests.conformance " + " ".join(sys.argv[1:])
+        flags.page.write_text(report.page(results, needless, seconds, flags.sets, command))
+    return 1 if needless or any(r.verdict == "failed" for r in results) else 0
 
 
 if __name__ == "__main__":

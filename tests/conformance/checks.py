@@ -13,8 +13,9 @@ import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .call import Call
 from .observe import Action
-from .samples import Call, copy_to
+from .samples import copy_to
 
 Check = Callable[[OpInfo, SampleInput], Iterator[tuple[str, Action]]]
 

@@ -1,67 +1,75 @@
-"""The process that runs the checks: reads operators' names, writes what it found as lines of JSON.
+"""The process that runs names: reads one at a time, and writes what it found, as lines of JSON.
 
-It may crash: its parent (run.py) starts another. A worker that dies, or an operator that takes too long (its worker is
-then killed, which wakes whoever waits for it), ends the operator's checks and gets a new engine.
+It may crash: its parent (run.py) starts another. A worker that dies, or a comparison that takes too long (its worker is
+then killed, which wakes whoever waits for it), ends the name's run and gets a new engine.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
 import signal
 import sys
 import threading
-import warnings
-from collections.abc import Iterator
-from typing import Any, TextIO
+import time
+from typing import Any
 
 import torch
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
-from torch.utils._pytree import tree_leaves
 
 import dtorch
 from dtorch.client import engine
 
-from . import samples
-from .checks import CHECKS
-from .observe import Action, Strictness, difference, outcome
+from .compare import EngineLost
+from .parts import Found, How, part
 
 #: Seconds that the client itself may hang, after its worker was killed, before the process ends with its stacks.
 GRACE = 20
 
 
-class EngineLost(Exception):
-    """The operator cannot go on: its worker died or was killed."""
-
-
 class Alarm:
-    """Kills the worker when an operator takes longer than ``seconds``."""
+    """Kills the worker when more than ``seconds`` pass from one ``wind`` to the next."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.rang = False
+        self._changed = threading.Condition()
+        self._due: float | None = None
+        threading.Thread(target=self._watch, daemon=True).start()
 
-    def _ring(self) -> None:
-        self.rang = True
-        current = engine.current()
-        pid = current.pids().get("worker-0") if current else None
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        self.rang = False
-        timer = threading.Timer(self.seconds, self._ring)
-        timer.daemon = True
-        timer.start()
+    def wind(self) -> None:
+        """The time starts anew."""
+        with self._changed:
+            self.rang = False
+            if self._due is None:
+                self._changed.notify()
+            self._due = time.monotonic() + self.seconds
         faulthandler.dump_traceback_later(self.seconds + GRACE, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            timer.cancel()
+
+    def stop(self) -> None:
+        """Nothing is watched until it is wound again."""
+        faulthandler.cancel_dump_traceback_later()
+        with self._changed:
+            self._due = None
+
+    def _watch(self) -> None:
+        with self._changed:
+            while True:
+                left = None if self._due is None else self._due - time.monotonic()
+                if left is not None and left <= 0:
+                    self.rang = True
+                    self._due = None
+                    _kill_worker()
+                    continue
+                self._changed.wait(left)
+
+
+def _kill_worker() -> None:
+    current = engine.current()
+    pid = current.pids().get("worker-0") if current else None
+    if pid:
+        os.kill(pid, signal.SIGKILL)
 
 
 def start_engine(threads: int) -> None:
@@ -88,123 +96,49 @@ def words(death: Exception) -> str:
     return " ".join(line for line in str(death).split("\n") if "Warning" not in line)[:400]
 
 
-def compare(op: OpInfo, sample: SampleInput, action: Action, seed: int, strict: Strictness) -> str | None:
-    """Run the action on both sides; what differs, in words."""
-    samples.seed_all(seed)
-    eager = outcome(action, samples.copy_to(sample, "cpu", op.name))
-    for attempt in ("", "again: "):
-        try:
-            call = samples.copy_to(sample, "dtorch:0", op.name)
-        except NotImplementedError as refused:
-            return f"cannot be moved: {refused}"
-        samples.seed_all(seed)
-        ours = outcome(action, call)
-        if isinstance(ours.error, dtorch.WorkerDied | dtorch.ControllerDied):
-            raise EngineLost
-        if problem := difference(eager, ours, strict):
-            samples.seed_all(seed)
-            once_more = outcome(action, samples.copy_to(sample, "cpu", op.name))
-            if difference(eager, once_more, strict):
-                return f"eager differs from itself: {problem}"
-            return attempt + problem
-    return None
-
-
-def calls(op: OpInfo, dtype: torch.dtype, most: int) -> Iterator[tuple[str, str, SampleInput, Action, int]]:
-    """Everything to compare of an operator: check, which of its cases, arguments, action, seed."""
-    name = samples.name_of(op)
-    for index, sample in samples.chosen(op, dtype, most):
-        for check, cases in CHECKS.items():
-            if check == "errors":
-                continue
-            if check == "noncontiguous":
-                if sparse(sample):
-                    continue
-                arguments = sample.noncontiguous()
-            else:
-                arguments = sample
-            for case, action in cases(op, arguments):
-                yield check, f"sample {index} {case}".rstrip(), arguments, action, samples.seed_of(name, index)
-    for index, wrong in enumerate(samples.errors(op)):
-        for _, action in CHECKS["errors"](op, wrong):
-            yield "errors", f"call {index}", wrong, action, samples.seed_of(name, index)
-
-
-def sparse(sample: SampleInput) -> bool:
-    """Whether a tensor among the arguments has no strides."""
-    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
-    return any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)
-
-
-def run_operator(
-    op: OpInfo, dtype: torch.dtype, most: int, only: set[str], values: bool, say: Any
-) -> dict[str, list[str]]:
-    """Failures by check, each check that ran having an entry; without ``values`` all but the values are compared."""
-    found: dict[str, list[str]] = {}
-    for check, case, arguments, action, seed in calls(op, dtype, most):
-        if only and check not in only:
-            continue
-        problems = found.setdefault(check, [])
-        say({"at": f"{check}, {case}"})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("error", message=".*an autograd kernel was not registered")
-            strict = Strictness(values, versions=check != "out")
-            problem = compare(op, arguments, action, seed, strict)
-        if problem:
-            problems.append(f"{case}: {problem}")
-    return found
-
-
-def main(
-    names: list[str],
-    dtype: torch.dtype,
-    most: int,
-    limit: float,
-    threads: int,
-    only: set[str],
-    without_values: set[str],
-    out: TextIO,
-) -> None:
-    """Run these operators one after the other; the values of ``without_values`` are not compared."""
+def main(results: int, limit: float, threads: int) -> None:
+    """Run the names that stdin gives, each a line ``{"part", "name", "how"}``."""
     torch.set_num_threads(threads)
-    table = samples.operators(dtype)
     alarm = Alarm(limit)
-    at = ""
+    out = os.fdopen(results, "w")
 
     def say(what: dict[str, Any]) -> None:
-        nonlocal at
-        at = what.get("at", at)
         out.write(json.dumps(what) + "\n")
         out.flush()
 
+    last = ""
+
+    def at(where: str) -> None:
+        nonlocal last
+        last = where
+        say({"at": where})
+        alarm.wind()
+
     start_engine(threads)
-    for name in names:
-        say({"begin": name})
-        found: dict[str, list[str]] = {}
+    say({"ready": True})
+    for line in sys.stdin:
+        task = json.loads(line)
+        how = How(**{**task["how"], "only": tuple(task["how"]["only"])})
+        found = Found()
         death = None
-        with alarm.watching():
-            try:
-                found = run_operator(table[name], dtype, most, only, name not in without_values, say)
-            except EngineLost:
-                death = "the worker died"
-            except Exception as error:  # the check itself, or a sample that cannot be made
-                found = {"forward": [f"{at}: the check raised {type(error).__name__}: {error}"]}
-            death = settle() or death
+        at("its samples")
+        try:
+            found = part(task["part"]).run(task["name"], how, at)
+        except EngineLost:
+            death = "the worker died"
+        except Exception as error:  # the check itself, or a sample that cannot be made
+            found.add("run", last, f"the check raised {type(error).__name__}: {error}")
+        death = settle() or death
+        rang = alarm.rang
+        alarm.stop()
         if death:
-            kind = "HUNG" if alarm.rang else "KILLED"
             start_engine(threads)
-            say({"end": name, "lost": f"{kind} at {at}: {death}"})
+            say({"lost": f"{'HUNG' if rang else 'KILLED'} at {last}: {death}"})
         else:
-            say({"end": name, "found": found})
+            say({"found": dataclasses.asdict(found)})
     dtorch.shutdown()
 
 
 if __name__ == "__main__":
-    request = json.loads(sys.stdin.readline())
     faulthandler.enable()
-    with os.fdopen(request.pop("results"), "w") as results:
-        request["dtype"] = getattr(torch, request["dtype"])
-        request["only"] = set(request["only"])
-        request["without_values"] = set(request["without_values"])
-        main(**request, out=results)
+    main(**json.loads(sys.stdin.readline()))

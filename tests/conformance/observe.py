@@ -7,6 +7,7 @@ through the dispatcher, which counts, on every device but its own two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from .samples import Call
+from .call import Call
 
 #: What a check does with a call: gives whatever shall be compared.
 Action = Callable[[Call], Any]
@@ -28,12 +29,13 @@ class Seen:
     value: torch.Tensor | None  # on the CPU; None when there is none to compare
 
 
-@dataclass(frozen=True)
+@dataclass
 class Strictness:
     """What is compared beside everything else."""
 
-    values: bool = True
+    tolerance: float = 0.0  # of values, relative to the largest; 0: equal bits, infinite: values are not compared
     versions: bool = True
+    loosened: bool = False  # set by ``difference``: bits differ, and the values are within the tolerance
 
 
 @dataclass
@@ -134,9 +136,21 @@ def _leaf_difference(a: Any, b: Any, strict: Strictness) -> str | None:
             continue
         if b.facts.get(key) != wanted:
             return f"{key} {b.facts.get(key)} where eager has {wanted}"
-    if a.value is None or b.value is None or not strict.values:
+    if a.value is None or b.value is None or strict.tolerance == math.inf:
         return None
-    return _value_difference(a.value, b.value)
+    problem = _value_difference(a.value, b.value)
+    if problem and _within(a.value, b.value, strict.tolerance):
+        strict.loosened = True
+        return None
+    return problem
+
+
+def _within(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Whether no value differs by more than a part of the largest; not finite ones must be equal."""
+    if not tolerance or not (a.is_floating_point() or a.is_complex()):
+        return False
+    largest = a.abs()[a.isfinite()].double().max().item() if a.isfinite().any() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * largest, equal_nan=True)
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:

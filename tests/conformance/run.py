@@ -1,172 +1,222 @@
-"""Runs children over operators, restarts those that crash, and settles what they found with the exclusions.
-
-A verdict belongs to an operator and a check. An exclusion names both, and a reason; one that passes is an error.
-"""
+"""Runs children over many names, several at once, and starts another for each that crashes."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-EXCLUSIONS = HERE / "exclusions.txt"
+from .exclusions import Exclusion, mark, tolerance
+from .parts import Found, How, part
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
 class Result:
-    """What became of one operator."""
+    """What became of one name in one dtype."""
 
+    part: str
     name: str
-    found: dict[str, list[str]] = field(default_factory=dict)  # failures by check that ran
+    dtype: str
+    found: Found = field(default_factory=Found)
     lost: str = ""  # how the worker or the client ended
     excluded: dict[str, str] = field(default_factory=dict)  # reason by check that failed as expected
-    needless: list[str] = field(default_factory=list)  # checks that are excluded and passed
+    asked: bool = True  # all checks ran, not only some that were asked for
 
     @property
     def failures(self) -> dict[str, list[str]]:
         """By check: what neither passed nor is excluded."""
         if self.lost:
             return {} if "lost" in self.excluded else {"lost": [self.lost]}
-        return {check: what for check, what in self.found.items() if what and check not in self.excluded}
+        return {check: what for check, what in self.found.checks.items() if what and check not in self.excluded}
+
+    @property
+    def whole(self) -> bool:
+        """Whether every sample and every check ran."""
+        return self.asked and self.found.samples == self.found.of
 
     @property
     def verdict(self) -> str:
-        if self.failures or self.needless:
+        if self.failures:
             return "failed"
         return "excluded" if self.excluded else "passed"
 
 
 @dataclass(frozen=True)
-class Exclusion:
-    """One line of exclusions.txt: ``OPERATOR CHECK DTYPE REASON``; the first three are patterns (``*``)."""
+class Task:
+    """One name to run."""
 
-    operator: str
-    check: str
-    dtype: str
-    reason: str
-
-    def covers(self, operator: str, check: str, dtype: str) -> bool:
-        pairs = ((operator, self.operator), (check, self.check), (dtype, self.dtype))
-        return all(fnmatchcase(value, pattern) for value, pattern in pairs)
+    part: str
+    name: str
+    how: How
 
 
-def read_exclusions(path: Path = EXCLUSIONS) -> list[Exclusion]:
-    """The file's lines; raises ValueError for one without a reason."""
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        parts = line.split(None, 3)
-        if len(parts) < 4:
-            raise ValueError(f"{path.name}:{number}: OPERATOR CHECK DTYPE REASON, not {line!r}")
-        found.append(Exclusion(*parts))
-    return found
-
-
-def settle(result: Result, exclusions: list[Exclusion], dtype: str) -> None:
-    """Mark the failures that are excluded, and the exclusions that are needless.
-
-    Exclusions of "values" are not looked at: whether values that are undefined happen to be equal is chance.
-    """
-    for e in exclusions:
-        for check in ["lost"] if result.lost else list(result.found):
-            if not e.covers(result.name, check, dtype) or e.check == "values":
-                continue
-            if check == "lost" or result.found[check]:
-                result.excluded[check] = e.reason
-            elif "*" not in e.check:
-                result.needless.append(f"{check} passes, yet is excluded: {e.reason}")
+def tasks(
+    part_name: str,
+    how: How,
+    exclusions: list[Exclusion],
+    wanted: Callable[[str], bool] = lambda _: True,
+) -> list[Task]:
+    """A part's names as tasks, with the tolerances that the exclusions give them."""
+    return [
+        Task(part_name, name, dataclasses.replace(how, tolerance=tolerance(exclusions, part_name, name, how.dtype)))
+        for name in part(part_name).names(how.dtype)
+        if wanted(name)
+    ]
 
 
 def run(
-    names: list[str],
+    work: Iterable[Task],
     *,
     exclusions: list[Exclusion],
-    dtype: str = "float32",
-    most: int = 2,
+    sets: int = 1,
     limit: float = 60,
     threads: int = 1,
-    only: tuple[str, ...] = (),
     tell: Callable[[Result], None] = lambda _: None,
 ) -> list[Result]:
-    """Run the checks of these operators and settle them; ``tell`` hears each result as it comes.
+    """Run the tasks in ``sets`` children at once, each with an engine of its own; results in the order of the tasks.
 
-    ``most`` samples an operator, ``limit`` seconds an operator, ``threads`` for eager and the worker alike; ``only``
-    names checks (all by default).
+    ``limit`` seconds for a comparison, ``threads`` for eager and the worker alike; ``tell`` hears each result, already
+    marked with what is excluded, as it comes.
     """
-    results: list[Result] = []
-    left = list(names)
-    request: dict[str, Any] = {"dtype": dtype, "most": most, "limit": limit, "threads": threads, "only": list(only)}
-    request["without_values"] = [n for n in names if any(e.covers(n, "values", dtype) for e in exclusions)]
+    ordered = list(work)
+    left = deque(enumerate(ordered))
+    results: dict[int, Result] = {}
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+    children: set[_Child] = set()
 
-    def settled(result: Result) -> None:
-        settle(result, exclusions, dtype)
-        results.append(result)
-        tell(result)
+    def take() -> tuple[int, Task] | None:
+        with lock:
+            return left.popleft() if left and not errors else None
 
-    while left:
-        done, running, at, status, output = _one_child({**request, "names": left}, settled)
-        left = left[done:]
-        if not left:
-            break
-        words = f"signal {-status}" if status < 0 else f"status {status}"
-        lost = Result(left[0], lost=f"CRASHED the client ({words}) at {at}: {_tail(output)}")
-        if not running:
-            raise RuntimeError(f"the child ended with {words} before its first operator:\n{output}")
-        settled(lost)
-        left = left[1:]
-    return results
+    def settle(number: int, result: Result) -> None:
+        mark(result, exclusions)
+        with lock:
+            results[number] = result
+            tell(result)
+
+    def one_set() -> None:
+        try:
+            following = take()
+            while following:
+                with _Child(limit, threads) as child:
+                    children.add(child)
+                    while following and not child.ended:
+                        number, task = following
+                        settle(number, child.run(task))
+                        following = take()
+                    children.discard(child)
+        except BaseException as error:
+            errors.append(error)
+
+    crew = [threading.Thread(target=one_set) for _ in range(max(1, min(sets, len(ordered))))]
+    for member in crew:
+        member.start()
+    try:
+        for member in crew:
+            member.join()
+    except BaseException as error:  # interrupted: nothing goes on behind the caller's back
+        errors.append(error)
+        for child in list(children):
+            child.terminate()
+        for member in crew:
+            member.join()
+    if errors:
+        raise errors[0]
+    return [results[i] for i in range(len(ordered))]
 
 
-def _one_child(request: dict[str, Any], tell: Callable[[Result], None]) -> tuple[int, str, str, int, str]:
-    """Operators that were done, the one that was running, at what, the exit status, and what was on stderr."""
-    reading, writing = os.pipe()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= {"DTORCH_QUIET": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        child = subprocess.Popen(
+class _Child:
+    """A child process (child.py) that takes one task at a time."""
+
+    def __init__(self, limit: float, threads: int) -> None:
+        reading, writing = os.pipe()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.conformance.child"],
             cwd=ROOT,
-            env=environment,
+            env=environment | {"DTORCH_QUIET": "1"},
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
+            stdout=self._log,
+            stderr=self._log,
             pass_fds=[writing],
             text=True,
         )
         os.close(writing)
-        assert child.stdin is not None
-        child.stdin.write(json.dumps({**request, "results": writing}) + "\n")
-        child.stdin.close()
-        done, running, at = 0, "", ""
+        self._results = os.fdopen(reading)
+        self.ended = False
+        self._send({"results": writing, "limit": limit, "threads": threads})
+        if not self._next():
+            raise RuntimeError(f"the child ended with {self._status()} before its first name:\n{self._output()}")
+
+    def run(self, task: Task) -> Result:
+        """Hand it the task and wait for what came of it; afterwards the child may have ``ended``."""
+        self._send({"part": task.part, "name": task.name, "how": dataclasses.asdict(task.how)})
+        result = Result(task.part, task.name, task.how.dtype, asked=not task.how.only)
+        at = "its start"
+        while what := self._next():
+            if "at" in what:
+                at = what["at"]
+            elif "lost" in what:
+                result.lost = what["lost"]
+                return result
+            else:
+                result.found = Found(**what["found"])
+                return result
+        self.ended = True
+        result.lost = f"CRASHED the client ({self._status()}) at {at}: {_tail(self._output())}"
+        return result
+
+    def terminate(self) -> None:
+        """End it now; whoever waits for it sees it end."""
+        self._process.terminate()
+
+    def _send(self, what: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
         try:
-            with os.fdopen(reading) as lines:
-                for line in lines:
-                    what = json.loads(line)
-                    if "begin" in what:
-                        running, at = what["begin"], "its samples"
-                    elif "at" in what:
-                        at = what["at"]
-                    else:
-                        done += 1
-                        running = ""
-                        tell(Result(what["end"], what.get("found", {}), what.get("lost", "")))
-            status = child.wait()
-        finally:
-            if child.poll() is None:
-                child.terminate()  # its engine goes with it
-                child.wait()
-        log.seek(0)
-        return done, running, at, status, log.read()
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: there will be no results either
+
+    def _next(self) -> dict[str, Any] | None:
+        line = self._results.readline()
+        return json.loads(line) if line else None
+
+    def _status(self) -> str:
+        status = self._process.wait()
+        return f"signal {-status}" if status < 0 else f"status {status}"
+
+    def _output(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let it end by itself, or end it when it was interrupted; its engine goes with it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(60)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self.terminate()
+            self._process.wait()
+        self._results.close()
+        self._log.close()
 
 
 def _tail(output: str) -> str:

@@ -1,52 +1,84 @@
-"""Every operator of PyTorch's own tests, with two samples each: what eager does, dtorch does, bit by bit.
+"""Every part of PyTorch's own tests, with two samples a name: what eager does, dtorch does, bit by bit.
 
-Deterministic: the samples and the numbers drawn depend on the operator alone. The whole of it runs in child processes,
-so an operator that crashes fails by name.
+Deterministic: the samples and the numbers drawn depend on the name alone. All of it runs in child processes, so what
+crashes fails by name.
 """
 
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it: pip install 'dtorch[test]'")
 
-from . import run, samples
-from .__main__ import report
-
-PARTS = 6
+from . import exclusions, parts, report, run
+from .exclusions import Exclusion
+from .parts import Found, How
 
 
 @pytest.mark.slow
-@pytest.mark.alarm(240)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_operators_do_what_eager_does(part: int) -> None:
-    names = sorted(samples.operators(torch.float32))[part::PARTS]
-    results = run.run(names, exclusions=run.read_exclusions(), most=2)
-    assert [result.name for result in results] == names
+@pytest.mark.alarm(300)
+@pytest.mark.parametrize("part", parts.MODULES)
+def test_a_part_does_what_eager_does(part: str) -> None:
+    excluded = exclusions.read()
+    tasks = run.tasks(part, How(parts.part(part).DTYPES[0], most=2), excluded)
+    assert tasks
+    results = run.run(tasks, exclusions=excluded, sets=os.cpu_count() or 1)
+    assert [result.name for result in results] == [task.name for task in tasks]
+    needless = exclusions.needless(results, excluded)
     said = io.StringIO()
-    report(results, said)
-    assert all(result.verdict != "failed" for result in results), "\n" + said.getvalue()
+    report.lines(results, needless, said)
+    assert not needless and all(result.verdict != "failed" for result in results), "\n" + said.getvalue()
 
 
-def test_every_exclusion_names_an_operator() -> None:
-    known = samples.operators(torch.float32)
-    assert [e for e in run.read_exclusions() if not any(e.covers(name, e.check, e.dtype) for name in known)] == []
+def test_every_exclusion_names_what_there_is() -> None:
+    known = [(p, dtype, n) for p in parts.MODULES for dtype in parts.part(p).DTYPES for n in parts.part(p).names(dtype)]
+    assert [e for e in exclusions.read() if not any(e.covers(p, n, dtype) for p, dtype, n in known)] == []
 
 
 def test_an_exclusion_without_a_reason_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "exclusions.txt"
-    path.write_text("# a comment\nadd out *\n")
-    with pytest.raises(ValueError, match=r"exclusions\.txt:2: OPERATOR CHECK DTYPE REASON, not 'add out \*'"):
-        run.read_exclusions(path)
+    path.write_text("# a comment\noperators add out *\n")
+    expected = r"exclusions\.txt:2: PART NAME CHECK DTYPE REASON, not 'operators add out \*'"
+    with pytest.raises(ValueError, match=expected):
+        exclusions.read(path)
+
+
+def _result(problem: list[str], *, loosened: int = 0, of: int = 1) -> run.Result:
+    found = Found({"forward": [], "out": problem}, samples=1, of=of, comparisons=2, loosened=loosened)
+    return run.Result("operators", "add", "float32", found)
+
+
+def test_what_is_excluded_does_not_fail() -> None:
+    line = Exclusion("operators", "add", "out", "*", "known")
+    result = _result(["sample 0: wrong"])
+    assert (result.verdict, result.failures) == ("failed", {"out": ["sample 0: wrong"]})
+    exclusions.mark(result, [line])
+    assert (result.verdict, result.failures, result.excluded) == ("excluded", {}, {"out": "known"})
+    assert exclusions.needless([result], [line]) == []
 
 
 def test_an_exclusion_that_passes_is_an_error() -> None:
-    result = run.Result("add", found={"forward": [], "out": ["sample 0: wrong"]})
-    run.settle(result, [run.Exclusion("add", "out", "*", "known")], "float32")
-    assert (result.verdict, result.failures) == ("excluded", {})
-    run.settle(result, [run.Exclusion("add", "forward", "*", "outdated")], "float32")
-    assert (result.verdict, result.needless) == ("failed", ["forward passes, yet is excluded: outdated"])
+    line = Exclusion("operators", "a*", "out", "*", "outdated")
+    expected = "operators add out *: passes, yet is excluded: outdated"
+    assert exclusions.needless([_result([])], [line]) == [expected]
+    assert exclusions.needless([_result([], of=2)], [line]) == []  # the sample that did not run may fail
+    assert exclusions.needless([_result([]), _result(["sample 0: wrong"])], [line]) == []  # in another dtype
+
+
+def test_a_tolerance_that_nothing_needs_is_an_error() -> None:
+    line = Exclusion("operators", "add", "within:1e-6", "*", "another kernel")
+    assert exclusions.tolerance([line], "operators", "add", "float32") == 1e-6
+    assert exclusions.needless([_result([], loosened=1)], [line]) == []
+    assert len(exclusions.needless([_result([])], [line])) == 1
+
+
+def test_a_name_that_raises_fails_and_the_others_go_on() -> None:
+    how = How("float32", most=1, only=("forward",))
+    tasks = [run.Task("operators", name, how) for name in ("add", "no such operator", "sub")]
+    results = run.run(tasks, exclusions=[])
+    assert [result.verdict for result in results] == ["passed", "failed", "passed"]
+    assert results[1].failures == {"run": ["its samples: the check raised KeyError: 'no such operator'"]}

@@ -1,0 +1,60 @@
+"""PyTorch's operators (op_db): plain, in place, out=, backward, from views with steps, and wrong calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from . import samples
+from .call import seed_of
+from .checks import CHECKS as TABLE
+from .compare import compare
+from .observe import Action, Strictness
+from .parts import At, Found, How
+
+DTYPES = ("float32", "float64", "bfloat16", "complex64", "int64", "bool")
+CHECKS = tuple(TABLE)
+
+
+def names(dtype: str) -> list[str]:
+    return sorted(samples.operators(getattr(torch, dtype)))
+
+
+def _calls(
+    op: OpInfo, chosen: list[tuple[int, SampleInput]], how: How
+) -> Iterator[tuple[str, str, SampleInput, Action, int]]:
+    """Everything to compare: check, which of its cases, arguments, action, seed."""
+    name = samples.name_of(op)
+    for index, sample in chosen:
+        for check, cases in TABLE.items():
+            if check == "errors" or not how.wants(check):
+                continue
+            if check == "noncontiguous":
+                if samples.is_sparse(sample):
+                    continue
+                arguments = sample.noncontiguous()
+            else:
+                arguments = sample
+            for case, action in cases(op, arguments):
+                yield check, f"sample {index} {case}".rstrip(), arguments, action, seed_of(name, index)
+    if how.wants("errors"):
+        for index, wrong in enumerate(samples.errors(op)):
+            for _, action in TABLE["errors"](op, wrong):
+                yield "errors", f"call {index}", wrong, action, seed_of(name, index)
+
+
+def run(name: str, how: How, at: At) -> Found:
+    dtype = getattr(torch, how.dtype)
+    op = samples.operators(dtype)[name]
+    everything = samples.all_of(op, dtype)
+    chosen = [(i, everything[i]) for i in samples.spread(len(everything), how.most)]
+    found = Found(samples=len(chosen), of=len(everything))
+    for check, case, arguments, action, seed in _calls(op, chosen, how):
+        at(f"{check}, {case}")
+        strict = Strictness(how.tolerance, versions=check != "out")
+        problem = compare(partial(samples.copy_to, arguments, op=op.name), action, seed, strict)
+        found.add(check, case, problem, strict.loosened)
+    return found
