@@ -103,7 +103,7 @@ bool arange(at::ArrayRef<c10::IValue> args, Entry& e) {
     n = static_cast<int64_t>(length);
   }
   e.returns.push_back({ReturnSpec::Kind::Alias, 3, 1});
-  e.rewrites.push_back({3, Dims{n}, Dims{1}});
+  e.rewrites.push_back({3, Dims{n}, Dims{n ? 1 : out.stride(0)}});  // of the right size already: its stride stays
   return true;
 }
 

@@ -9,6 +9,7 @@ and runs one name in a child process, which gives failures by check (``parts.py`
 * ``compare.py``: runs a call on both sides;
 * ``child.py``: runs names in a process that may crash, and replaces a dead engine;
 * ``run.py``: runs several children at once over many names;
+* ``kept.py``: results in a file, so that a run can go on where it was interrupted;
 * ``exclusions.py``, ``exclusions.txt``: what is known not to equal eager, and why;
 * ``report.py``: what a run found, as lines and as the table of ``docs/conformance.md``.
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from . import exclusions, report, run
+from .kept import Kept
 from .parts import MODULES, How, part
 
 
@@ -42,6 +43,9 @@ def _flags() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=1, help="threads of an operator, on both sides (default: 1)")
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="for one comparison (default: 60)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep results there, and run nothing whose result is there already"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there too")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the table there (docs/conformance.md)")
     return parser.parse_args()
@@ -67,17 +71,23 @@ def main() -> int:
         words = f"{result.part} {result.name} {result.dtype} {result.verdict}"
         print(f"\r{count}/{len(work)} {words:70.70}", end=end, file=sys.stderr, flush=True)
 
-    results = run.run(work, exclusions=excluded, sets=flags.sets, limit=flags.limit, threads=flags.threads, tell=tell)
-    seconds = time.monotonic() - started
-    print(f"\r{len(results)} names in {seconds:.0f} s{'':70}", file=sys.stderr)
+    results = run.run(
+        work,
+        exclusions=excluded,
+        kept=Kept(flags.resume) if flags.resume else None,
+        sets=flags.sets,
+        limit=flags.limit,
+        threads=flags.threads,
+        tell=tell,
+    )
+    print(f"\r{len(results)} names in {time.monotonic() - started:.0f} s{'':70}", file=sys.stderr)
     needless = exclusions.needless(results, excluded)
     report.lines(results, needless, sys.stdout)
     if flags.out:
         with flags.out.open("w") as file:
             report.lines(results, needless, file)
     if flags.page:
-        command = "python -m tests.conformance " + " ".join(sys.argv[1:])
-        flags.page.write_text(report.page(results, needless, seconds, flags.sets, command))
+        flags.page.write_text(report.page(results, needless, "python -m tests.conformance " + " ".join(sys.argv[1:])))
     return 1 if needless or any(r.verdict == "failed" for r in results) else 0
 
 

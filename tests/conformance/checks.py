@@ -27,16 +27,37 @@ def _call(op: OpInfo, call: Call) -> Any:
     return op(call.input, *call.args, **call.kwargs)
 
 
+def _weights(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A fixed random gradient of every output."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in outputs]
+
+
+def _differentiable(leaves: list[Any]) -> list[torch.Tensor]:
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
 def _grads(call: Call, result: Any) -> list[Any]:
     """Gradients of the leaves for a fixed random gradient of every result that has one."""
-    result = call.output_for_grad(result)
-    outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-    inputs = [t for t in call.tensors() if t.requires_grad]
+    outputs = _differentiable(tree_leaves(call.output_for_grad(result)))
+    inputs = _differentiable(call.tensors())
     if not outputs or not inputs:
         return []
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(t.shape, dtype=t.dtype, generator=generator).to(t.device) for t in outputs]
-    return list(torch.autograd.grad(outputs, inputs, weights, allow_unused=True))
+    return list(torch.autograd.grad(outputs, inputs, _weights(outputs), allow_unused=True))
+
+
+def _second_grads(call: Call, result: Any) -> list[Any]:
+    """Gradients of the gradients: of the leaves, and of what the first gradients were weighed with."""
+    outputs = _differentiable(tree_leaves(call.output_for_grad(result)))
+    inputs = _differentiable(call.tensors())
+    if not outputs or not inputs:
+        return []
+    weights = [w.requires_grad_() for w in _weights(outputs)]
+    first = torch.autograd.grad(outputs, inputs, weights, create_graph=True, allow_unused=True)
+    again = _differentiable(list(first))
+    if not again:
+        return []
+    return list(torch.autograd.grad(again, [*inputs, *weights], _weights(again), allow_unused=True))
 
 
 def forward(op: OpInfo, sample: SampleInput) -> Iterator[tuple[str, Action]]:
@@ -48,6 +69,12 @@ def backward(op: OpInfo, sample: SampleInput) -> Iterator[tuple[str, Action]]:
     """Gradients of the plain call."""
     if op.supports_autograd:
         yield "", lambda call: _grads(call, _call(op, call))
+
+
+def double_backward(op: OpInfo, sample: SampleInput) -> Iterator[tuple[str, Action]]:
+    """Gradients of the gradients of the plain call."""
+    if op.supports_autograd and op.supports_gradgrad:
+        yield "", lambda call: _second_grads(call, _call(op, call))
 
 
 def inplace(op: OpInfo, sample: SampleInput) -> Iterator[tuple[str, Action]]:
@@ -114,6 +141,7 @@ def noncontiguous(op: OpInfo, sample: SampleInput) -> Iterator[tuple[str, Action
 CHECKS: dict[str, Check] = {
     "forward": forward,
     "backward": backward,
+    "double_backward": double_backward,
     "inplace": inplace,
     "out": out,
     "noncontiguous": noncontiguous,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -37,7 +37,7 @@ def lines(results: list[Result], needless: list[str], out: TextIO) -> None:
     print(", ".join(f"{count} {verdict}" for verdict, count in counts(results).items()), file=out)
 
 
-def page(results: list[Result], needless: list[str], seconds: float, sets: int, command: str) -> str:
+def page(results: list[Result], needless: list[str], command: str) -> str:
     """docs/conformance.md."""
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for r in results:
@@ -49,8 +49,10 @@ def page(results: list[Result], needless: list[str], seconds: float, sets: int, 
         "the CPU, and compared: values bit by bit, strides, dtypes, `requires_grad`, aliases, version counters and the",
         "types of exceptions. `tests/conformance/__init__.py` says how.",
         "",
-        f"Written by `{command}` on {time.strftime('%Y-%m-%d')} with torch {torch.__version__},",
-        f"Python {platform.python_version()}, in {seconds / 60:.0f} minutes with {sets} worker sets at once.",
+        f"Written by `{command}`",
+        f"on {time.strftime('%Y-%m-%d')} with torch {torch.__version__} and Python {platform.python_version()}.",
+        f"The names took {sum(r.seconds for r in results) / 60:.0f} minutes of one worker set. They ran",
+        f"{_when(results)}.",
         "",
         "| part | dtype | names | samples run | of | comparisons | passed | failed | excluded |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -87,6 +89,14 @@ def page(results: list[Result], needless: list[str], seconds: float, sets: int, 
         for (part_name, name, check, reason), dtypes in merged.items()
     ]
     return "\n".join(text) + "\n"
+
+
+def _when(results: list[Result]) -> str:
+    """Days and commits."""
+    found = Counter((r.day, r.commit) for r in results)
+    return "; ".join(
+        f"on {day} at commit {commit or 'unknown'} ({count})" for (day, commit), count in sorted(found.items())
+    )
 
 
 def _first_line(text: str | None) -> str:

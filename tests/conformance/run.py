@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .exclusions import Exclusion, mark, tolerance
 from .parts import Found, How, part
@@ -30,8 +31,11 @@ class Result:
     dtype: str
     found: Found = field(default_factory=Found)
     lost: str = ""  # how the worker or the client ended
-    excluded: dict[str, str] = field(default_factory=dict)  # reason by check that failed as expected
     asked: bool = True  # all checks ran, not only some that were asked for
+    seconds: float = 0.0
+    day: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
+    commit: str = ""  # of dtorch
+    excluded: dict[str, str] = field(default_factory=dict)  # reason by check that failed as expected
 
     @property
     def failures(self) -> dict[str, list[str]]:
@@ -50,6 +54,14 @@ class Result:
         if self.failures:
             return "failed"
         return "excluded" if self.excluded else "passed"
+
+
+class Keeper(Protocol):
+    """Where results are kept from run to run (kept.py)."""
+
+    def get(self, task: Task) -> Result | None: ...
+
+    def put(self, task: Task, result: Result) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,10 +87,23 @@ def tasks(
     ]
 
 
+def _commit() -> str:
+    """The commit of dtorch that runs, with a + where files differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    return git("rev-parse", "--short", "HEAD") + (
+        "+" if git("status", "--porcelain", "dtorch", "native", "tests") else ""
+    )
+
+
 def run(
     work: Iterable[Task],
     *,
     exclusions: list[Exclusion],
+    kept: Keeper | None = None,
     sets: int = 1,
     limit: float = 60,
     threads: int = 1,
@@ -87,11 +112,20 @@ def run(
     """Run the tasks in ``sets`` children at once, each with an engine of its own; results in the order of the tasks.
 
     ``limit`` seconds for a comparison, ``threads`` for eager and the worker alike; ``tell`` hears each result, already
-    marked with what is excluded, as it comes.
+    marked with what is excluded, as it comes. What ``kept`` has is not run again, and what is run is added to it.
     """
     ordered = list(work)
-    left = deque(enumerate(ordered))
     results: dict[int, Result] = {}
+    left: deque[tuple[int, Task]] = deque()
+    for number, task in enumerate(ordered):
+        known = kept.get(task) if kept else None
+        if known:
+            mark(known, exclusions)
+            results[number] = known
+            tell(known)
+        else:
+            left.append((number, task))
+    commit = _commit()
     lock = threading.Lock()
     errors: list[BaseException] = []
     children: set[_Child] = set()
@@ -103,6 +137,10 @@ def run(
     def settle(number: int, result: Result) -> None:
         mark(result, exclusions)
         with lock:
+            if errors:
+                return  # ended by us, perhaps
+            if kept:
+                kept.put(ordered[number], result)
             results[number] = result
             tell(result)
 
@@ -114,13 +152,16 @@ def run(
                     children.add(child)
                     while following and not child.ended:
                         number, task = following
-                        settle(number, child.run(task))
+                        started = time.monotonic()
+                        result = child.run(task)
+                        result.seconds, result.commit = time.monotonic() - started, commit
+                        settle(number, result)
                         following = take()
                     children.discard(child)
         except BaseException as error:
             errors.append(error)
 
-    crew = [threading.Thread(target=one_set) for _ in range(max(1, min(sets, len(ordered))))]
+    crew = [threading.Thread(target=one_set) for _ in range(min(sets, len(left)))]
     for member in crew:
         member.start()
     try:

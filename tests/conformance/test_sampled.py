@@ -16,6 +16,7 @@ pytest.importorskip("expecttest", reason="torch.testing._internal needs it: pip 
 
 from . import exclusions, parts, report, run
 from .exclusions import Exclusion
+from .kept import Kept
 from .parts import Found, How
 
 
@@ -82,3 +83,16 @@ def test_a_name_that_raises_fails_and_the_others_go_on() -> None:
     results = run.run(tasks, exclusions=[])
     assert [result.verdict for result in results] == ["passed", "failed", "passed"]
     assert results[1].failures == {"run": ["its samples: the check raised KeyError: 'no such operator'"]}
+
+
+def test_a_kept_result_is_not_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "results"
+    task = run.Task("operators", "add", How("float32", most=1, only=("forward",)))
+    heard: list[run.Result] = []
+    first = run.run([task], exclusions=[], kept=Kept(path), tell=heard.append)
+    again = run.run([task], exclusions=[], kept=Kept(path), tell=heard.append)
+    assert first == again == [heard[0]] == [heard[1]]
+    assert first[0].found.comparisons == 1 and first[0].seconds > 0
+    assert len(path.read_text().splitlines()) == 1
+    other = run.Task("operators", "add", How("float64", most=1, only=("forward",)))
+    assert Kept(path).get(other) is None
