@@ -4,7 +4,13 @@ import torch
 
 def register(torch_dir: str, dtorch_dir: str) -> None: ...
 def attach(
-    api: dict[str, int], push_socket: int, workers: int, inflight_bytes: int, upload_bytes: int, flush_us: int
+    api: dict[str, int],
+    push_socket: int,
+    replies_fd: int,
+    workers: int,
+    inflight_bytes: int,
+    upload_bytes: int,
+    flush_us: int,
 ) -> None: ...
 def receive(pull_socket: int, fds: list[int]) -> tuple[str, int | bytes | list[int]]: ...
 def worker_died(worker: int, why: str) -> list[int]: ...

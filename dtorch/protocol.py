@@ -34,6 +34,10 @@ VERSION: Final = 2
 #: Values up to this many bytes travel inside a message; larger ones as a descriptor of a shared segment.
 INLINE_BYTES: Final = 64 * 1024
 
+#: Replies up to this many bytes go from the worker straight to the client (socket ``replies``), longer ones by way of
+#: the controller, and so does one that the direct way cannot take at once. Either way it comes once.
+DIRECT_BYTES: Final = 80 * 1024
+
 #: msgpack extension types that stand for an argument of an operator.
 EXT_CPU_TENSOR: Final = 1  # [dtype:u8, wrapped:u8, ndim:u8, sizes:i64*ndim, bytes...]: a small CPU tensor by value
 EXT_COMPLEX: Final = 2  # two float64: a complex Scalar

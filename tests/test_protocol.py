@@ -69,6 +69,7 @@ def test_both_languages_number_the_extension_types_alike() -> None:
     [
         ("VERSION", "kVersion"),
         ("INLINE_BYTES", "kInlineBytes"),
+        ("DIRECT_BYTES", "kDirectBytes"),
         ("FLAG_CONJ", "kFlagConj"),
         ("FLAG_NEG", "kFlagNeg"),
     ],

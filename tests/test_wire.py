@@ -1,4 +1,4 @@
-"""Real traffic, tapped between client and controller and read back with the plain msgpack package.
+"""Real traffic, tapped between the client and its peers and read back with the plain msgpack package.
 
 The tap passes on every message as it is. A reader that knows nothing but ``dtorch/protocol.py`` and PyTorch's operator
 schemas then follows the streams, counts as the invariants WIRE-1 to WIRE-5 say, and checks each element it meets.
@@ -7,6 +7,9 @@ schemas then follows the streams, counts as the invariants WIRE-1 to WIRE-5 say,
 from __future__ import annotations
 
 import itertools
+import os
+import select
+import socket
 import struct
 import threading
 from collections.abc import Iterator
@@ -47,7 +50,7 @@ DTYPES = {
 
 
 class Tap:
-    """Two sockets' worth of traffic: what the client sent, and what it received, message by message."""
+    """Three sockets' worth of traffic: what the client sent, and what it received, message by message."""
 
     def __init__(self) -> None:
         self.sent: list[Frames] = []
@@ -60,11 +63,11 @@ class Tap:
         """Stand between the client and the controller's socket ``name``; returns the address for the client."""
         near, far = f"ipc://{directory}/tap-{name}", f"ipc://{directory}/{name}"
         source, sink = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        for socket in (source, sink):
-            socket.set_hwm(0)
-            socket.linger = 0
-            socket.reconnect_ivl = 2
-            socket.sndtimeo = 1000
+        for end in (source, sink):
+            end.set_hwm(0)
+            end.linger = 0
+            end.reconnect_ivl = 2
+            end.sndtimeo = 1000
         log = self.sent if name == "in" else self.received
         (source if name == "in" else sink).bind(near)
         (sink if name == "in" else source).connect(far)
@@ -86,6 +89,45 @@ class Tap:
         source.close()
         sink.close()
 
+    def before(self, directory: str) -> socket.socket:
+        """Stand where the workers look for the client's packet socket; returns the one that the client listens on."""
+        near, far = (os.path.join(directory, name) for name in ("tap-replies", "replies"))
+        listening, tapping = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+        listening.bind(near)
+        listening.listen(8)
+        listening.setblocking(False)
+        tapping.bind(far)
+        tapping.listen(8)
+        thread = threading.Thread(target=self._pass_packets_on, args=(tapping, near), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return listening
+
+    def _pass_packets_on(self, tapping: socket.socket, near: str) -> None:
+        poll = select.poll()
+        poll.register(tapping, select.POLLIN)
+        ways: dict[int, tuple[socket.socket, socket.socket]] = {}
+        while not self._ending.is_set():
+            for fd, _ in poll.poll(50):
+                if fd == tapping.fileno():
+                    source, _ = tapping.accept()
+                    sink = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    sink.connect(near)
+                    sink.send(source.recv(protocol.DIRECT_BYTES))  # the worker's name
+                    ways[source.fileno()] = source, sink
+                    poll.register(source, select.POLLIN)
+                    continue
+                source, sink = ways[fd]
+                if packet := source.recv(protocol.DIRECT_BYTES):
+                    self.received.append([packet])
+                    sink.send(packet)
+                else:
+                    poll.unregister(fd)
+        for pair in ways.values():
+            for end in pair:
+                end.close()
+        tapping.close()
+
     def close(self) -> None:
         self._ending.set()
         for thread in self._threads:
@@ -98,14 +140,18 @@ def tapped(monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> Iterator[Tap]:
     """An engine whose client side is tapped, ended when the block ends."""
     tap = Tap()
 
-    def socket(self: Any, kind: int, name: str) -> zmq.Socket[bytes]:
+    def connected(self: Any, kind: int, name: str) -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)
         made.set_hwm(0)
         made.linger = 200
         made.connect(tap.between(self.directory, name))
         return made
 
-    monkeypatch.setattr(engine_module.Engine, "_socket", socket)
+    def listen(self: Any) -> None:
+        self._replies = tap.before(self.directory)
+
+    monkeypatch.setattr(engine_module.Engine, "_socket", connected)
+    monkeypatch.setattr(engine_module.Engine, "_listen", listen)
     try:
         dtorch.init(workers=workers, device="cpu", threads_per_worker=1)
         yield tap

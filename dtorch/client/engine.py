@@ -1,4 +1,4 @@
-"""The engine as the client sees it: a controller process, two sockets to it, and the thread that takes the replies.
+"""The engine as the client sees it: a controller process, sockets to it and the workers, and the thread of the replies.
 
 Life, in order:
 
@@ -25,6 +25,7 @@ import os
 import select
 import signal
 import site
+import socket
 import subprocess
 import sys
 import threading
@@ -83,12 +84,14 @@ class Engine:
 
         self._directory = RunDirectory()
         try:
+            self._listen()
             self._launch()
             self._connect()
             self._greet()
             _client.attach(
                 zmq_api.addresses(),
                 self._push.underlying,
+                self._replies.fileno(),
                 workers,
                 settings.INFLIGHT_MB.get_int() << 20,
                 settings.UPLOAD_MB.get_int() << 20,
@@ -160,6 +163,12 @@ class Engine:
         finally:
             os.close(stderr)
         self._controller = os.pidfd_open(self._process.pid)
+
+    def _listen(self) -> None:
+        """Offer the workers a direct way for their replies; native code accepts them (``native/client/direct.h``)."""
+        self._replies = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._replies.bind(os.path.join(self._directory.path, "replies"))
+        self._replies.listen(self.workers)
 
     def _connect(self) -> None:
         self._context = zmq.Context()
@@ -329,6 +338,8 @@ class Engine:
             self._pull.close()  # where there is a thread, it has done that already
         if hasattr(self, "_context"):
             self._context.term()
+        if hasattr(self, "_replies"):
+            self._replies.close()
         for name in ("_errors", "_controller", "_wake"):
             fd: int | None = getattr(self, name, None)
             if fd is not None:

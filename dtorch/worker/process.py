@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 
 import msgpack
 import torch
@@ -44,6 +45,7 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     except RuntimeError:
         pass  # torch allows it only before its pool exists; one that exists idles
 
+    replies = _connect_replies(directory, name)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set_hwm(0)
@@ -53,6 +55,18 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     dealer.send(msgpack.packb([Message.WORKER_HELLO, VERSION, worker, os.getpid()]))
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is made by multiprocessing"
-    run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel)
+    run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel, replies)
     dealer.close()
     context.term()
+
+
+def _connect_replies(directory: str, name: str) -> int:
+    """A descriptor of the direct way to the client (``native/client/direct.h``); -1 where the client offers none."""
+    direct = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        direct.connect(os.path.join(directory, "replies"))
+        direct.send(name.encode())
+    except OSError:
+        direct.close()
+        return -1
+    return direct.detach()

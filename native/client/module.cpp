@@ -60,12 +60,13 @@ PyObject* py_attach(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject* api;
   unsigned long long push, inflight, upload;
-  int workers;
+  int replies, workers;
   long flush_us;
-  if (!PyArg_ParseTuple(args, "OKiKKl", &api, &push, &workers, &inflight, &upload, &flush_us)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OKiiKKl", &api, &push, &replies, &workers, &inflight, &upload, &flush_us)) return nullptr;
   SessionConfig c;
   if (!read_zmq_api(api, &c.api)) return nullptr;
   c.push = reinterpret_cast<void*>(push);
+  c.replies = replies;
   c.workers = workers;
   c.inflight_bytes = inflight;
   c.upload_bytes = upload;

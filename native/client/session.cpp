@@ -115,6 +115,7 @@ void Session::attach(const SessionConfig& config) {
   inflight_ = uploading_ = uploads_ = 0;
   trouble_ = false;
   ended_.clear();
+  direct_ = std::make_shared<Direct>(config.replies, config.workers);
   flusher_stop_ = false;
   generation_.fetch_add(1, std::memory_order_release);
   flusher_thread_ = std::thread([this] { flusher(); });
@@ -125,9 +126,11 @@ void Session::detach(const std::string& why) {
   if (forked_) return;  // a forked child: the parent's session is not ours to end
   std::thread joiner;
   std::vector<WorkerState::Upload> uploads;  // ended outside the lock: what they keep may be the program's (SES-1)
+  std::shared_ptr<Direct> direct;
   {
     std::lock_guard lock(mu_);
     if (!active_.load()) return;
+    direct = std::move(direct_);
     active_.store(false, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_release);
     ended_ = why;
@@ -379,16 +382,22 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
   using clock = std::chrono::steady_clock;
   auto deadline = clock::now() + std::chrono::duration<double>(timeout_s < 0 ? 0 : timeout_s);
   auto& event = thread_event();
+  std::shared_ptr<Direct> direct;
   {
     std::lock_guard lock(mu_);
     flush_locked();
     if (r->state.load() != Request::State::Pending) return true;
     r->wake_fds.push_back(event.fd);
+    direct = direct_;
   }
+  auto pending = [&r] { return r->state.load(std::memory_order_acquire) == Request::State::Pending; };
   bool answered = true, interrupted = false;
   {
     GilReleased released;
-    for (;;) {
+    Direct::Waiting waiting(direct, r->worker);
+    Direct::Packet packet;
+    bool others = false;  // something that the reply thread has to tell Python of
+    while (pending()) {
       int ms = -1;
       if (timeout_s >= 0) {
         auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - clock::now()).count();
@@ -396,9 +405,15 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
       }
       // A signal that came just before the wait does not interrupt it: its flag is looked at now and then.
       if (ms < 0 || ms > kSignalCheckMs) ms = kSignalCheckMs;
-      pollfd item{event.fd, POLLIN, 0};
-      int n = poll(&item, 1, ms);
-      if (n > 0) break;
+      pollfd items[2] = {{event.fd, POLLIN, 0}, {waiting.fd(), POLLIN, 0}};
+      int n = poll(items, 2, ms);
+      if (n > 0) {
+        Received unused;
+        while (items[1].revents && pending() && waiting.take(packet))
+          others = handle(packet.bytes.data(), packet.bytes.size(), &unused) || others;
+        if (items[0].revents) event.drain();
+        continue;
+      }
       if (n < 0 && errno != EINTR) throw std::runtime_error(std::string("poll: ") + std::strerror(errno));
       if (!signals_ok(released)) {  // a Python error is set
         answered = false;
@@ -410,11 +425,13 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
         break;
       }
     }
+    packet.done();
+    if (others) direct->nudge();
   }
   {
     std::lock_guard lock(mu_);
     r->wake_fds.erase(std::find(r->wake_fds.begin(), r->wake_fds.end(), event.fd));
-    if (r->state.load() != Request::State::Pending) {
+    if (!pending()) {
       // The event may have been signalled after a time-out: leave none behind for the next wait.
       pollfd item{event.fd, POLLIN, 0};
       if (poll(&item, 1, 0) > 0) event.drain();
@@ -461,8 +478,9 @@ void Session::abandon(const RequestPtr& r) {
   release_results(in);
 }
 
-bool Session::handle(zmq::Frame& frame, Received* out) {
-  mp::Reader in(frame.data(), frame.size());
+// Takes a message in; true when Python has to hear of it or of the requests in completed_.
+bool Session::handle(const uint8_t* data, size_t n_bytes, Received* out) {
+  mp::Reader in(data, n_bytes);
   in.array();
   auto kind = static_cast<Message>(in.integer());
   switch (kind) {
@@ -495,6 +513,7 @@ bool Session::handle(zmq::Frame& frame, Received* out) {
             if (has_died(pid)) return false;  // its maker did: WORKER_DIED answers this request (WIRE-4)
             loan.reset();  // outside the lock: it writes a record
             std::lock_guard lock(mu_);
+            if (r->state.load() != Request::State::Pending) return false;
             r->failure = std::string("the value could not be mapped: ") + e.what();
             complete(r, Request::State::Failed);
             return !completed_.empty();
@@ -505,15 +524,19 @@ bool Session::handle(zmq::Frame& frame, Received* out) {
         if (kind == Message::META) release_results(in);
         return false;
       }
-      std::lock_guard lock(mu_);
-      r->reply.assign(reinterpret_cast<const char*>(frame.data()), frame.size());
+      std::unique_lock lock(mu_);
+      if (r->state.load() != Request::State::Pending) {  // its worker's death came first
+        lock.unlock();  // the loan's end writes a record
+        return false;
+      }
+      r->reply.assign(reinterpret_cast<const char*>(data), n_bytes);
       r->loan = std::move(loan);
       complete(r, kind == Message::ERROR ? Request::State::Failed : Request::State::Done);
       return !completed_.empty();
     }
     default:
       out->what = Received::What::Message;
-      out->message.assign(reinterpret_cast<const char*>(frame.data()), frame.size());
+      out->message.assign(reinterpret_cast<const char*>(data), n_bytes);
       return true;
   }
 }
@@ -521,30 +544,48 @@ bool Session::handle(zmq::Frame& frame, Received* out) {
 Session::Received Session::receive(void* pull, const std::vector<int>& fds) {
   Received out{};
   const auto& api = config_.api;
+  std::shared_ptr<Direct> direct;
+  {
+    std::lock_guard lock(mu_);
+    direct = direct_;  // null: the session is over
+  }
+  Direct::Packet packet;
+  auto take_in = [&] {
+    Received unused;  // what the session has to tell comes by way of the controller
+    handle(packet.bytes.data(), packet.bytes.size(), &unused);
+  };
   std::vector<zmq::PollItem> items;
   items.push_back({pull, 0, zmq::kPollIn, 0});
+  if (direct) items.push_back({nullptr, direct->fd(), zmq::kPollIn, 0});
+  const size_t watched = items.size();
   for (int fd : fds) items.push_back({nullptr, fd, zmq::kPollIn, 0});
   for (;;) {
     // Messages first: what a dying peer still said counts.
     for (;;) {
       zmq::Frame frame(api);
       if (!frame.recv(pull, zmq::kDontWait)) break;
-      if (handle(frame, &out)) {
-        if (out.what == Received::What::Message && !out.message.empty()) return out;
-        out.what = Received::What::Completed;
-        out.completed = take_completed();
-        return out;
-      }
+      handle(frame.data(), frame.size(), &out);
+      if (out.what != Received::What::Message) continue;
+      // It may be a death: what came straight from a worker was said before it (DIR-2).
+      for (int worker = 0; direct && worker < config_.workers; ++worker)
+        while (direct->take_from(worker, packet)) take_in();
+      return out;
+    }
+    while (direct && direct->take(packet)) take_in();
+    if (auto completed = take_completed(); !completed.empty()) {
+      out.what = Received::What::Completed;
+      out.completed = std::move(completed);
+      return out;
     }
     for (auto& item : items) item.revents = 0;
     if (api.poll(items.data(), static_cast<int>(items.size()), -1) < 0) continue;  // EINTR
-    if (items[0].revents) continue;
-    for (size_t i = 1; i < items.size(); ++i)
-      if (items[i].revents) {
-        out.what = Received::What::Fd;
-        out.fd = items[i].fd;
-        return out;
-      }
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (!items[i].revents) continue;
+      if (i < watched) break;
+      out.what = Received::What::Fd;
+      out.fd = items[i].fd;
+      return out;
+    }
   }
 }
 

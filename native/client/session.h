@@ -8,7 +8,8 @@
 //        GIL and takes `mu_`.
 // SES-2  A record's sequence number is its position among its worker's records (WIRE-1); `last_seq` of every storage it
 //        names is set in the same critical section.
-// SES-3  A request is answered exactly once: by a reply, by its worker's death or by the session's end.
+// SES-3  A request is answered exactly once: by a reply, by its worker's death or by the session's end. Replies are
+//        taken in by whoever waits for that worker, or by the reply thread (direct.h).
 // SES-4  The client runs ahead by at most `inflight_bytes` of records and `upload_bytes` of values; beyond, it waits.
 #pragma once
 
@@ -26,6 +27,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "client/direct.h"
 #include "common/msgpack.h"
 #include "common/protocol.h"
 #include "common/segment.h"
@@ -85,6 +87,7 @@ inline mp::Reader reply_body(const std::string& reply) {
 struct SessionConfig {
   zmq::Api api{};
   void* push = nullptr;
+  int replies = -1;  // the socket that workers connect to (direct.h); Python's
   int workers = 0;
   size_t inflight_bytes = 64u << 20;
   size_t upload_bytes = 1024u << 20;
@@ -222,7 +225,7 @@ class Session {
   void admit_slow(int worker);
   void on_progress(int worker, uint64_t seq);
   void complete(const RequestPtr& r, Request::State state);
-  bool handle(zmq::Frame& frame, Received* out);
+  bool handle(const uint8_t* data, size_t n, Received* out);
   void release_results(mp::Reader& in);
 
   SessionConfig config_;
@@ -242,6 +245,8 @@ class Session {
   Counters counters_;
   std::unordered_map<uint64_t, RequestPtr> requests_;
   std::vector<uint64_t> completed_; // requests with callbacks answered since take_completed()
+
+  std::shared_ptr<Direct> direct_;  // of this session; guarded by mu_
 
   std::condition_variable flusher_cv_, progress_cv_;
   bool flusher_idle_ = false, flusher_stop_ = false;

@@ -9,6 +9,7 @@ namespace dtorch {
 
 constexpr int kVersion = 2;
 constexpr size_t kInlineBytes = 64 * 1024;
+constexpr size_t kDirectBytes = 80 * 1024;
 
 enum class Message : int {
   HELLO = 1,

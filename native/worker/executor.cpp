@@ -4,9 +4,13 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <utility>
 
 #include "worker/memory.h"
 
@@ -25,10 +29,12 @@ uint64_t now_ns() {
   return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
 }
 
-Executor::Executor(const zmq::Api& api, void* socket, int worker, int parent_fd)
-    : api_(api), socket_(socket), worker_(worker), parent_fd_(parent_fd) {}
+Executor::Executor(const zmq::Api& api, void* socket, int worker, int parent_fd, int replies)
+    : api_(api), socket_(socket), worker_(worker), parent_fd_(parent_fd), replies_(replies) {}
 
-Executor::~Executor() = default;
+Executor::~Executor() {
+  if (replies_ >= 0) close(replies_);
+}
 
 int Executor::run() {
   c10::InferenceMode inference;
@@ -63,6 +69,18 @@ void Executor::drain() {
     if (exit_) break;
   }
   last_drain_ = now_ns();
+}
+
+// Straight to the client where that goes at once, else by way of the controller, which keeps what has no reader yet.
+void Executor::answer(const Buffer& b) {
+  if (replies_ >= 0 && b.size() <= kDirectBytes) {
+    ssize_t n;
+    do n = send(replies_, b.data(), b.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    while (n < 0 && errno == EINTR);
+    if (n == static_cast<ssize_t>(b.size())) return;
+    if (n < 0 && (errno == EPIPE || errno == ECONNRESET || errno == ENOTCONN)) close(std::exchange(replies_, -1));
+  }
+  reply(b);
 }
 
 void Executor::receive_one(zmq::Frame& head) {

@@ -34,7 +34,8 @@ constexpr int64_t kLookaheadNs = 200000;
 
 class Executor {
  public:
-  Executor(const zmq::Api& api, void* socket, int worker, int parent_fd);
+  // `replies`: a packet socket connected to the client, which becomes ours, or -1: replies go by way of the controller.
+  Executor(const zmq::Api& api, void* socket, int worker, int parent_fd, int replies);
   ~Executor();
 
   // 0 after EXIT, 1 when the parent is gone.
@@ -75,7 +76,8 @@ class Executor {
   void drain();
   void receive_one(zmq::Frame& head);
   void take_batch(mp::Reader& head, std::unique_ptr<Batch> batch, zmq::Frame& releases);
-  void reply(const Buffer& b) { zmq::send(api_, socket_, b.data(), b.size(), 0); }
+  void reply(const Buffer& b) { zmq::send(api_, socket_, b.data(), b.size(), 0); }  // to the controller
+  void answer(const Buffer& b);  // to the client: VALUE, META, DONE, ERROR
 
   // --- releases
   void release(uint64_t storage, uint64_t last_seq);
@@ -130,6 +132,7 @@ class Executor {
   void* socket_;
   const int worker_;
   const int parent_fd_;
+  int replies_;
   bool exit_ = false, parent_gone_ = false;
   bool grad_mode_ = false;  // the client's, for the operators that read it
   std::vector<std::pair<uint64_t, int>> returned_;  // borrowed memory not needed any more, not said yet: token, source

@@ -20,8 +20,8 @@ struct QuietAboutResizing final : c10::WarningHandler {
 PyObject* py_run(PyObject*, PyObject* args) {
   PyObject* dict;
   unsigned long long socket;
-  int worker, parent_fd;
-  if (!PyArg_ParseTuple(args, "OKii", &dict, &socket, &worker, &parent_fd)) return nullptr;
+  int worker, parent_fd, replies;
+  if (!PyArg_ParseTuple(args, "OKiii", &dict, &socket, &worker, &parent_fd, &replies)) return nullptr;
   static dtorch::zmq::Api api;
   if (!dtorch::read_zmq_api(dict, &api)) return nullptr;
   dtorch::worker::install_allocator();
@@ -31,7 +31,7 @@ PyObject* py_run(PyObject*, PyObject* args) {
   int status = 2;
   Py_BEGIN_ALLOW_THREADS
   try {
-    dtorch::worker::Executor executor(api, reinterpret_cast<void*>(socket), worker, parent_fd);
+    dtorch::worker::Executor executor(api, reinterpret_cast<void*>(socket), worker, parent_fd, replies);
     status = executor.run();
   } catch (const std::exception& e) {
     failure = e.what();

@@ -154,7 +154,7 @@ void Executor::answer_error(uint64_t request, const CausePtr& cause) {
   mp::put_uint(out_, request);
   mp::put_int(out_, worker_);
   out_.append(cause->error.data(), cause->error.size());
-  reply(out_);
+  answer(out_);
 }
 
 // --- operators -------------------------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ void Executor::ask(mp::Reader& in) {
     mp::put_array(b, tensors.size());
     for (const auto& t : tensors) t.defined() ? put_geometry(b, t) : mp::put_nil(b);
   }
-  reply(b);
+  answer(b);
 }
 
 // --- making and handing over -------------------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ void Executor::fetch(mp::Reader& in) {
       mp::put_int(b, worker_);
       put_geometry(b, t);
       payload(b, t, /*to_peer=*/false);
-      return reply(b);
+      return answer(b);
     }
   } catch (...) {
     cause = cause_of("internal", "fetching a value", "", site);
@@ -645,7 +645,7 @@ void Executor::rng_get(mp::Reader& in) {
   mp::put_uint(out_, request);
   mp::put_int(out_, worker_);
   mp::put_bin(out_, state.const_data_ptr(), static_cast<size_t>(state.numel()));
-  reply(out_);
+  answer(out_);
 }
 
 void Executor::rng_set(mp::Reader& in) {
@@ -678,7 +678,7 @@ void Executor::sync(mp::Reader& in) {
   mp::put_uint(out_, request);
   mp::put_int(out_, worker_);
   mp::put_nil(out_);
-  reply(out_);
+  answer(out_);
 }
 
 void Executor::stats(mp::Reader& in) {
@@ -729,7 +729,7 @@ void Executor::stats(mp::Reader& in) {
       mp::put_int(b, value);
     }
   }
-  reply(b);
+  answer(b);
 }
 
 void Executor::option(mp::Reader& in) {
