@@ -1,4 +1,4 @@
-"""What the memory benchmarks share: contenders in processes of their own, their counters, tables and plots.
+"""Contenders in processes of their own, and what memory they need: counted alike on both sides.
 
 A **contender** is "eager" (plain PyTorch on the CPU) or "dtorch" (one worker), and each runs a case in a fresh process
 that prints one line of JSON. Both count alike: the allocator that dtorch's workers give to PyTorch is installed in the
@@ -19,17 +19,15 @@ import argparse
 import gc
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-MIB = 1024 * 1024
-CONTENDERS = ("eager", "dtorch")
+from _bench import SIDES, kilobytes
+
 T = TypeVar("T")
 
 # --- inside a contender's process ------------------------------------------------------------------------------------
@@ -115,19 +113,12 @@ def measure(engine: Engine, work: Callable[[], T]) -> tuple[Reading, T]:
 
 def status_bytes(pid: int, field: str) -> int:
     """A field of /proc/PID/status that is given in kB."""
-    return _kilobytes(Path(f"/proc/{pid}/status"), field)
+    return kilobytes(Path(f"/proc/{pid}/status"), field)
 
 
 def rollup_bytes(*fields: str) -> int:
     """The sum of fields of this process's /proc/self/smaps_rollup: Pss, Private_Dirty, ..."""
-    return sum(_kilobytes(Path("/proc/self/smaps_rollup"), field) for field in fields)
-
-
-def _kilobytes(file: Path, field: str) -> int:
-    for line in file.read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"{file} has no {field}")
+    return sum(kilobytes(Path("/proc/self/smaps_rollup"), field) for field in fields)
 
 
 def descendants(pid: int) -> list[int]:
@@ -139,22 +130,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the libraries that this process has imported."""
-    names = ("torch", "diffusers", "transformers", "dtorch")
-    found = {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
-    return {"python": platform.python_version(), **found}
-
-
 # --- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that every memory benchmark has."""
-    parser.add_argument("--threads", type=int, default=1, help="of one operator, on both sides (default 1)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw the figures into this file (PNG; needs matplotlib)")
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)  # we are one; the parent says which
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """The flag by which the parent makes the script a contender."""
+    parser.add_argument("--contender", choices=SIDES, help=argparse.SUPPRESS)
 
 
 def run_contender(contender: str, *arguments: str) -> Any:
@@ -167,57 +148,3 @@ def run_contender(contender: str, *arguments: str) -> Any:
     if done.returncode:
         raise SystemExit(f"{contender} ended with status {done.returncode}: {' '.join(command)}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def machine(threads: int) -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in cpus if line.startswith("model name")), platform.machine())
-    return {
-        "processor": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(_kilobytes(Path("/proc/meminfo"), "MemTotal") / 2**30, 1),
-        "kernel": platform.release(),
-        "threads": threads,
-    }
-
-
-def describe(about: dict[str, Any], used: dict[str, str]) -> str:
-    """The machine and the versions in one line."""
-    libraries = ", ".join(f"{name} {version}" for name, version in used.items())
-    hardware = f"{about['processor']}, {about['cores']} cores, {about['memory_gib']} GiB"
-    return f"{hardware}, {about['threads']} threads an operator; {libraries}"
-
-
-def alternating(rounds: int) -> Iterable[tuple[int, str]]:
-    """(round, contender), the order changing from round to round."""
-    for i in range(rounds):
-        for contender in CONTENDERS if i % 2 == 0 else CONTENDERS[::-1]:
-            yield i, contender
-
-
-def median(values: Sequence[float]) -> float:
-    """The median, 0 for nothing."""
-    return statistics.median(values) if values else 0.0
-
-
-def save(path: Path, figures: dict[str, Any]) -> None:
-    """Write JSON, making the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def plot(path: Path, title: str, bars: Sequence[tuple[str, float]], unit: str) -> None:
-    """Draw horizontal bars, (label, value) each, with a line at 1."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1 + 0.3 * len(bars)), layout="constrained")
-    axes = figure.subplots()
-    drawn = axes.barh([label for label, _ in bars], [value for _, value in bars], color="tab:blue")
-    axes.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
-    axes.axvline(1, color="gray", linestyle=":")
-    axes.invert_yaxis()
-    axes.set(xlabel=unit, title=title)
-    axes.margins(x=0.1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

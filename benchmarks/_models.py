@@ -1,4 +1,4 @@
-"""The work that the memory benchmarks do: the example's Stable Diffusion 3, and a Llama larger than the example's."""
+"""The models that benchmarks run: the example's Stable Diffusion 3, and a Llama of any size."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ class StableDiffusion:
         dtype: torch.dtype = torch.float32,
         size: int | None = None,
         steps: int | None = None,
+        workers: int = 1,
+        eager_device: str = "cpu",
     ) -> None:
         sizes = PRESETS[preset]
         self._args = argparse.Namespace(
             engine="torch" if engine == "eager" else "dtorch",
-            workers=1,
+            eager_device=eager_device,
+            workers=workers,
             prompt="a red fox in the snow, oil painting",
             negative_prompt="blurry, low quality",
             size=size or sizes.size,
@@ -77,11 +80,17 @@ class LlamaForward:
 
 
 class LlamaTraining:
-    """Steps of an optimizer on the same two sequences, the weights on one device; calling it issues one."""
+    """Steps of an optimizer on the same sequences, the weights on one device; calling it issues one."""
 
-    def __init__(self, device: str, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
-        self._model = llama().to(device).train()
-        self._batch = tokens(2).to(device)
+    def __init__(
+        self,
+        device: str,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        model: LlamaForCausalLM | None = None,
+        batch: torch.Tensor | None = None,
+    ) -> None:
+        self._model = (model or llama()).to(device).train()
+        self._batch = (tokens(2) if batch is None else batch).to(device)
         options: dict[str, float] = {"lr": 1e-3}
         self._optimizer = optimizer(self._model.parameters(), **options)
 
@@ -98,16 +107,16 @@ class LlamaTraining:
         self._optimizer.zero_grad()
 
 
-def llama() -> LlamaForCausalLM:
-    """A Llama of 5.8 million parameters on the CPU, weights by seed."""
+def llama(width: int = 256, layers: int = 4) -> LlamaForCausalLM:
+    """A Llama on the CPU, weights by seed; of 5.8 million parameters unless told otherwise."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 64,
         max_position_embeddings=2048,
         pad_token_id=0,
         bos_token_id=None,

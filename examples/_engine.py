@@ -40,8 +40,10 @@ def start(args: argparse.Namespace) -> None:
 
 
 def device(args: argparse.Namespace, worker: int) -> torch.device:
-    """The device of a worker, or the CPU where the engine is eager PyTorch."""
-    return torch.device("dtorch", worker) if args.engine == "dtorch" else torch.device("cpu")
+    """The device of a worker; where the engine is eager PyTorch, the CPU unless ``args`` have another one."""
+    if args.engine == "dtorch":
+        return torch.device("dtorch", worker)
+    return torch.device(getattr(args, "eager_device", "cpu"))
 
 
 def difference(name: str, ours: torch.Tensor, eager: torch.Tensor) -> str | None:

@@ -1,4 +1,6 @@
-"""native/build.py: what it refuses, and what it does not do twice; dtorch/_buildcheck.py: what it will not load."""
+"""native/build.py: what it refuses, and what it does not do twice; dtorch/_buildcheck.py: what it will not load; and
+what a wheel holds.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -254,3 +257,35 @@ def test_a_package_that_was_not_built_says_how_to_build_it(monkeypatch: pytest.M
     monkeypatch.delattr(dtorch, "_build", raising=False)
     with pytest.raises(ImportError, match="native modules are not built"):
         _buildcheck.check()
+
+
+# ------------------------------------------------------------------------------------------------------------ the wheel
+
+
+@pytest.mark.alarm(240)
+def test_a_wheel_holds_every_module_and_runs_the_benchmarks(tmp_path: Path) -> None:
+    """Unpacked, it is an installed dtorch: nothing of the checkout is on its path."""
+    python = [sys.executable, "-P"]
+    command = [*python, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir"]
+    made = subprocess.run(
+        [*command, str(tmp_path), str(ROOT)], capture_output=True, text=True, timeout=230, check=False
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    place = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(place)
+
+    folders = {"dtorch": "dtorch", "benchmarks": "dtorch/benchmarks", "examples": "dtorch/examples"}
+    for source, target in folders.items():
+        for file in ROOT.glob(f"{source}/**/*"):
+            if file.suffix in (".py", ".pyi", ".json", ".typed"):
+                assert (place / target / file.relative_to(ROOT / source)).is_file(), f"the wheel lacks {file}"
+    (entry,) = place.glob("*.dist-info/entry_points.txt")
+    assert "dtorch = dtorch.__main__:main" in entry.read_text()
+
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    flags = ["--op", "add", "--size", "4", "--rounds", "1", "--budget", "1", "--records", "0"]
+    run = [*python, "-m", "dtorch", "bench", "op_overhead", *flags]
+    done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / "op_overhead.csv").is_file()

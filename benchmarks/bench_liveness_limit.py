@@ -22,13 +22,11 @@ allocator      what PyTorch's CPU allocator hands out: tensors and operators' wo
                run. dtorch's operators are not quite eager's (it sends a linear layer as one), so here the replay is a
                close estimate and not a bound.
 
-    python benchmarks/liveness_limit.py [--model sd3 --preset tiny] [--model llama] [--holders 6]
-        [--json out/liveness.json] [--plot out/liveness.png]
+    dtorch bench liveness_limit [--model sd3 --preset tiny] [--model llama] [--holders 6]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import weakref
@@ -37,8 +35,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import _bench
 import _contenders
-from _contenders import MIB, Engine, measure, run_contender
+import _plot
+from _bench import MIB, SIDES, Row, Table
+from _contenders import Engine, measure, run_contender
 
 if TYPE_CHECKING:
     import torch
@@ -297,58 +298,53 @@ def made_inside(history: dict[str, Any]) -> list[tuple[int, str]]:
 # --- the parent ------------------------------------------------------------------------------------------------------
 
 
-def compare(model: str, preset: str, threads: int, holders: int) -> dict[str, Any]:
-    """Run both contenders and print the table."""
+def compare(model: str, preset: str, threads: int, holders: int) -> tuple[list[Row], dict[str, str]]:
+    """Run both contenders; returns the rows, each beside PyTorch's own run, and the versions used."""
     arguments = ("--model", model, "--preset", preset, "--threads", str(threads), "--holders", str(holders))
-    plain, ours = (run_contender(contender, *arguments) for contender in _contenders.CONTENDERS)
-    title = f"sd3, preset {preset}" if model == "sd3" else model
-    print(f"\n{title}: {plain['operators']} operators in eager PyTorch; peaks above the weights")
-    print(f"{'':<34}{'tensors':>9} MiB{'/ eager':>9}{'allocator':>13} MiB{'/ eager':>9}")
-    base = plain["replays"]["eager"]
-    rows: list[tuple[str, dict[str, int]]] = [(f"replayed: {name}", kinds) for name, kinds in plain["replays"].items()]
-    rows.append(("measured: eager", {"allocator": plain["measured"]}))
-    rows += [(f"measured: dtorch, {run}", ours[run]) for run in RUNS]
-    for what, kinds in rows:
-        tensors = (
-            f"{kinds['tensors'] / MIB:9.2f}    {kinds['tensors'] / base['tensors']:9.2f}"
-            if "tensors" in kinds
-            else " " * 22
-        )
-        print(f"{what:<34}{tensors}{kinds['allocator'] / MIB:13.2f}    {kinds['allocator'] / base['allocator']:9.2f}")
+    plain, ours = (run_contender(contender, *arguments) for contender in SIDES)
+    case = f"sd3 {preset}" if model == "sd3" else model
+    replayed = {f"replayed {name}": kinds for name, kinds in plain["replays"].items()}
+    measured = {"measured eager": {"allocator": plain["measured"]}, **{f"dtorch, {run}": ours[run] for run in RUNS}}
+    rows = [
+        Row(case, f"{kind}: {what}", "MiB", [plain["replays"]["eager"][kind] / MIB], [kinds[kind] / MIB])
+        for kind in ("tensors", "allocator")
+        for what, kinds in (replayed | measured).items()
+        if kind in kinds
+    ]
     for where, held in {**plain["holders"], **ours["holders"]}.items():
-        print(f"held at the peak: {where}")
+        print(f"held at the peak: {case}, {where}")
         for nbytes, about in held:
             print(f"{nbytes / MIB:12.3f} MiB  {about}")
-    return {"model": model, "preset": preset if model == "sd3" else None, "eager": plain, "dtorch": ours}
+    return rows, ours["versions"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _bench.parser(__doc__ or "", device=False)
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated; default: all")
     parser.add_argument("--preset", choices=("tiny", "small"), default="tiny", help="of sd3")
     parser.add_argument("--holders", type=int, default=0, help="print so many of what was held at each peak")
-    _contenders.add_arguments(parser)
+    _contenders.add_argument(parser)
     args = parser.parse_args()
     if args.contender:
         engine = Engine(args.contender, args.threads)
         contend = eager if engine.eager else dtorch_
         answer = contend(engine, args.model[0], args.preset, args.holders)
-        print(json.dumps({**answer, "versions": _contenders.versions()}))
+        print(json.dumps({**answer, "versions": _bench.versions()}))
         return
 
-    about = _contenders.machine(args.threads)
-    found = [compare(model, args.preset, args.threads, args.holders) for model in args.model or MODELS]
-    print(_contenders.describe(about, found[0]["dtorch"]["versions"]))
-    if args.json:
-        _contenders.save(args.json, {"machine": about, "models": found})
-    if args.plot:
-        bars: list[tuple[str, float]] = []
-        for one in found:
-            kinds = one["eager"]["replays"]
-            base = kinds["eager"]["allocator"]
-            bars += [(f"{one['model']}: {name}, replayed", kind["allocator"] / base) for name, kind in kinds.items()]
-            bars += [(f"{one['model']}: dtorch, {run}", one["dtorch"][run]["allocator"] / base) for run in RUNS]
-        _contenders.plot(args.plot, "Peak memory above the weights", bars, "/ eager PyTorch")
+    table = Table(
+        ["Peaks above the weights. PyTorch's column is its own run, replayed; the other is what the line names."]
+    )
+    used: dict[str, str] = {}
+    for model in args.model or MODELS:
+        rows, found = compare(model, args.preset, args.threads, args.holders)
+        used |= found
+        table.add(*rows)
+    about = _bench.describe(args.threads, used=used)
+    print(about)
+    table.save(args.out / "liveness_limit.csv", about)
+    panel = _plot.ratio_bars("Peak above the weights", [row for row in table.rows if row.what.startswith("allocator")])
+    _plot.draw(args.out / "liveness_limit.png", "How little memory a run could need", about, [panel])
 
 
 if __name__ == "__main__":

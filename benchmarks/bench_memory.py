@@ -2,8 +2,8 @@
 
 Each contender runs each case in a process of its own (`_contenders` says how bytes are counted: every byte that
 PyTorch's CPU allocator hands out, on both sides by the same allocator; the resident size by the kernel's own marks).
-dtorch's figures depend on how far the client is ahead, so there are rounds, in alternating order; the table has medians
-and, over more than one round, the least and the largest ratio. Below 1 dtorch needs less.
+dtorch's figures depend on how far the client is ahead, so there are rounds, in alternating order. Below 1 dtorch needs
+less.
 
 The cases:
 
@@ -24,23 +24,23 @@ fetch          256 MiB brought to the client: how much the client's own memory g
                halves what two processes share) when the value is there, when all of it has been read, when all of it
                has been written. In eager PyTorch ``.cpu()`` does nothing; the figure is ``.to("cpu", copy=True)``'s.
 
-    python benchmarks/memory.py [--case sd3_small --case fetch] [--rounds 3] [--json out/memory.json]
-        [--plot out/memory.png]
+    dtorch bench memory [--case sd3_small --case fetch] [--rounds 3]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
+import _bench
 import _contenders
-from _contenders import MIB, Engine, alternating, measure, median, rollup_bytes, run_contender
+import _plot
+from _bench import MIB, Row, Table
+from _contenders import Engine, measure, rollup_bytes, run_contender
 
 Rows = list[tuple[str, float, str]]  # what, value, unit
-Record = dict[str, Any]  # a row of the table, with both contenders' values of every round
 
 # --- the cases, in a contender's process -----------------------------------------------------------------------------
 
@@ -206,59 +206,40 @@ LARGE = ("sd3_medium",)  # only when named, and once
 # --- the parent ------------------------------------------------------------------------------------------------------
 
 
-def run_case(case: str, rounds: int, threads: int) -> tuple[list[Record], dict[str, str]]:
+def run_case(case: str, rounds: int, threads: int) -> tuple[list[Row], dict[str, str]]:
     """The case's rows of the table, and the versions used."""
-    rows: dict[str, Record] = {}
+    rows: dict[str, Row] = {}
     used: dict[str, str] = {}
-    for _, contender in alternating(rounds):
+    for _, contender in _bench.turns(rounds):
         answer = run_contender(contender, "--case", case, "--threads", str(threads))
         used |= answer["versions"]
         for what, value, unit in answer["rows"]:
-            row = rows.setdefault(what, {"case": case, "what": what, "unit": unit, "eager": [], "dtorch": []})
-            row[contender].append(value)
-    for row in rows.values():
-        ratios = [d / e if e else None for e, d in zip(row["eager"], row["dtorch"], strict=True)]
-        row["ratios"] = ratios
+            row = rows.setdefault(what, Row(case, what, unit))
+            (row.eager if contender == "eager" else row.dtorch).append(value)
     return list(rows.values()), used
 
 
-def text_of(row: Record) -> str:
-    """A line of the table."""
-    known = [ratio for ratio in row["ratios"] if ratio is not None]
-    ratio = f"{median(known):8.2f}" if known else f"{'-':>8}"
-    spread = f"  {min(known):.2f} to {max(known):.2f}" if len(known) > 1 else ""
-    values = "".join(f"{median(row[contender]):11.2f}" for contender in _contenders.CONTENDERS)
-    return f"{row['case']:<14} {row['what']:<32}{values} {row['unit']:<8}{ratio}{spread}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _bench.parser(__doc__ or "", rounds=3, device=False)
     parser.add_argument("--case", action="append", choices=CASES, help="may be repeated; default: all but sd3_medium")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each contender (default 3)")
-    _contenders.add_arguments(parser)
+    _contenders.add_argument(parser)
     args = parser.parse_args()
     if args.contender:
         engine = Engine(args.contender, args.threads)
-        print(json.dumps({"rows": CASES[args.case[0]](engine), "versions": _contenders.versions()}))
+        print(json.dumps({"rows": CASES[args.case[0]](engine), "versions": _bench.versions()}))
         return
 
-    about = _contenders.machine(args.threads)
-    print(f"{'case':<14} {'what':<32}{'PyTorch':>11}{'dtorch':>11} {'':<8}{'ratio':>8}", flush=True)
-    table: list[Record] = []
+    table = Table()
     used: dict[str, str] = {}
     for case in args.case or [name for name in CASES if name not in LARGE]:
         rows, found = run_case(case, 1 if case in LARGE else args.rounds, args.threads)
         used |= found
-        table += rows
-        for row in rows:
-            print(text_of(row), flush=True)
-    print(_contenders.describe(about, used))
-    if args.json:
-        _contenders.save(args.json, {"machine": about, "versions": used, "rounds": args.rounds, "rows": table})
-    if args.plot:
-        known = [(row, [ratio for ratio in row["ratios"] if ratio is not None]) for row in table]
-        bars = [(f"{row['case']}: {row['what']}", median(ratios)) for row, ratios in known if ratios]
-        _contenders.plot(args.plot, "Memory of dtorch / PyTorch, below 1 dtorch needs less", bars, "dtorch / PyTorch")
+        table.add(*rows)
+    about = _bench.describe(args.threads, used=used)
+    print(about)
+    table.save(args.out / "memory.csv", about)
+    panel = _plot.ratio_bars("Below 1 dtorch needs less", table.rows)
+    _plot.draw(args.out / "memory.png", "Memory of dtorch beside PyTorch", about, [panel])
 
 
 if __name__ == "__main__":
