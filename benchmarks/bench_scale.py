@@ -3,7 +3,8 @@
 workers  a stream of adds that go round-robin to 1, 2, 4, 8 and 16 of 16 workers: the client's processor time per
          operator (its script thread), and the time end to end, beside PyTorch's loop over as many pairs.
 live     the client's time per add as live tensors grow to a million, and the time until they are computed, beside
-         PyTorch's; then the time to let go of each, and the client's memory for each.
+         PyTorch's; then the time to let go of each, and the client's memory for each. Python's collection of garbage,
+         which visits all live tensors again and again on either side, is off: it is the larger part otherwise.
 queue    the client's time per add, and the memory of client and controller, as records queue up to a million before a
          worker that does nothing (it is stopped by a signal), and the time per record to work them off.
 memory   resident memory of client, controller and worker over ten million adds whose results are let go at once.
@@ -14,6 +15,7 @@ memory   resident memory of client, controller and worker over ten million adds 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import time
@@ -98,6 +100,7 @@ def live(args: argparse.Namespace) -> Iterator[Row]:
     import dtorch
 
     sides = _bench.start(args)
+    gc.disable()
     rows = [Row("live", f"add, {number_text(n)} live", "us/op", x=n) for n in steps(args.count)]
     totals = [Row("live", f"end to end, {number_text(n)} live", "us/op", x=n) for n in steps(args.count)]
     free = Row("live", "letting go of one", "us", x=args.count)
@@ -123,6 +126,7 @@ def live(args: argparse.Namespace) -> Iterator[Row]:
         seconds = time.perf_counter() - start
         (free.eager if name == "eager" else free.dtorch).append(seconds / args.count * US)
         side.wait()
+    gc.enable()
     dtorch.shutdown()
     yield from (*rows, *totals, free, memory)
 

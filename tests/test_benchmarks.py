@@ -42,9 +42,9 @@ needs_models = pytest.mark.skipif(
 MODELS = {"liveness_limit", "llama", "sd3"}
 
 
-def run(*arguments: str, cwd: Path, status: int = 0) -> str:
-    """`dtorch bench` with arguments; returns what it printed."""
-    command = [sys.executable, "-m", "dtorch", "bench", *arguments]
+def run(*command: str, cwd: Path, status: int = 0) -> str:
+    """Run Python; returns what it printed."""
+    command = (sys.executable, *command)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == status, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
@@ -63,7 +63,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_benchmark_prints_and_saves_its_figures_and_a_picture(name: str, tmp_path: Path) -> None:
     if name == "instructions" and os.environ.get("DTORCH_SANITIZE"):
         pytest.skip("a sanitizer's own instructions are no baseline")
-    said = run(name, *TINY[name].split(), cwd=tmp_path)
+    said = run(str(FOLDER / f"bench_{name}.py"), *TINY[name].split(), cwd=tmp_path)
     file = tmp_path / "out" / f"{name}.csv"
     about, *lines = file.read_text().splitlines()
     assert about.startswith("# ") and "torch 2." in about and "cores" in about and "thread" in about
@@ -81,13 +81,17 @@ def test_a_benchmark_prints_and_saves_its_figures_and_a_picture(name: str, tmp_p
 
 
 def test_the_list_has_a_sentence_for_each(tmp_path: Path) -> None:
-    lines = [line.split(maxsplit=1) for line in run(cwd=tmp_path).splitlines() if line.startswith("  ")]
+    lines = [
+        line.split(maxsplit=1)
+        for line in run("-m", "dtorch", "bench", cwd=tmp_path).splitlines()
+        if line.startswith("  ")
+    ]
     assert [line[0] for line in lines] == NAMES == sorted(TINY)
     assert all(sentence.endswith(".") and len(sentence.split()) > 5 for _, sentence in lines)
 
 
 def test_an_unknown_name_is_refused_with_the_list(tmp_path: Path) -> None:
-    said = run("speed", cwd=tmp_path, status=2)
+    said = run("-m", "dtorch", "bench", "speed", cwd=tmp_path, status=2)
     assert "there is no benchmark 'speed'" in said and all(f"  {name} " in said for name in NAMES)
 
 
