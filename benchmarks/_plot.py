@@ -23,8 +23,7 @@ class Lines:
     xlabel: str
     ylabel: str
     curves: Mapping[str, Sequence[tuple[float, tuple[float, float, float]]]]
-    xticks: Callable[[float], str] | None = None  # the text at a tick; ticks are then the x of the points
-    logx: bool = True
+    xticks: Callable[[float], str] | None = None  # the text of an x; the points are then equally far apart
     logy: bool = True
     one: bool = False  # a line where both sides are equal
     floor: float | None = None  # the lower end of y
@@ -93,18 +92,16 @@ def _colors(panels: Sequence[Lines | Bars]) -> dict[str, str]:
 
 
 def _lines(ax: Any, panel: Lines, colors: Mapping[str, str]) -> None:
-    xs: set[float] = set()
+    xs = sorted({point[0] for points in panel.curves.values() for point in points})
+    places = {x: i if panel.xticks else x for i, x in enumerate(xs)}
     for label, points in panel.curves.items():
         if not points:
             continue
-        x = [point[0] for point in points]
+        x = [places[point[0]] for point in points]
         low, middle, high = zip(*(point[1] for point in points), strict=True)
         color = colors[label]
         ax.plot(x, middle, marker="o", markersize=3.5, linewidth=1.4, label=label, color=color)
         ax.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
-        xs.update(x)
-    if panel.logx:
-        ax.set_xscale("log", base=2)
     if panel.logy:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(_plain)
@@ -115,12 +112,11 @@ def _lines(ax: Any, panel: Lines, colors: Mapping[str, str]) -> None:
     if panel.floor is not None:
         ax.set_ylim(bottom=panel.floor)
     if panel.xticks:
-        every = sorted(xs)
-        ax.set_xticks(every, [panel.xticks(value) for value in every], rotation=45, ha="right", fontsize=8)
-        ax.minorticks_off() if not panel.logy else ax.tick_params(axis="x", which="minor", bottom=False)
+        ax.set_xticks(range(len(xs)), [panel.xticks(x) for x in xs], rotation=45, ha="right", fontsize=8)
     _finish(ax, panel, "y")
     ax.set(ylabel=panel.ylabel)
-    ax.legend(fontsize=8, frameon=False)
+    if len(panel.curves) > 1:
+        ax.legend(fontsize=8, frameon=False)
 
 
 def _plain(value: float, _position: int) -> str:

@@ -41,7 +41,7 @@ from _stepper import MARK, Map, Refused, Stepper
 
 BASELINE = Path(__file__).with_name("instructions.json")
 #: How often an operator is issued in the two stretches that are subtracted.
-FEW, MORE = 5, 20
+FEW, MORE = 4, 12
 RENEW = f"{sys.executable} -m dtorch bench instructions --renew"
 LOOSE = 2.0  # the factor for a baseline of another torch, Python, compiler or processor
 LIBRARIES = ("dtorch", "torch", "others", "python", "zmq")
@@ -240,6 +240,15 @@ def check(found: dict[str, Counts], known: list[Any], key: dict[str, str], toler
     return 1 if bad else 0
 
 
+def renew(found: dict[str, Counts], known: list[Any], key: dict[str, str]) -> None:
+    """Write what was counted into the baseline; what was not counted now stays."""
+    counts = next((entry["counts"] for entry in known if entry["key"] == key), {})
+    rounded = {name: {lib: round(n, 1) for lib, n in by_library.items()} for name, by_library in found.items()}
+    others = [entry for entry in known if entry["key"] != key]
+    BASELINE.write_text(json.dumps([*others, {"key": key, "counts": counts | rounded}], indent=1) + "\n")
+    print(f"saved {BASELINE}")
+
+
 def main() -> int:
     parser = _bench.parser(__doc__ or "", device=False)
     parser.add_argument("--op", action="append", help="may be repeated; default: all")
@@ -274,9 +283,7 @@ def main() -> int:
     draw(args.out / "instructions.png", about, found)
     known = json.loads(BASELINE.read_text()) if BASELINE.exists() else []
     if args.renew:
-        others = [entry for entry in known if entry["key"] != process.key]
-        BASELINE.write_text(json.dumps([*others, {"key": process.key, "counts": found}], indent=1) + "\n")
-        print(f"saved {BASELINE}")
+        renew(found, known, process.key)
     return check(found, known, process.key, args.tolerance) if args.check else 0
 
 

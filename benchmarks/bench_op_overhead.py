@@ -169,9 +169,12 @@ def draw(path: Path, about: str, table: Table, names: list[str]) -> None:
     for name in names:
         rows = [row for row in table.rows if row.case.startswith(f"{name} ")]
         of = {what: [row for row in rows if row.what == what] for what in ("stream", "stream, client", "value")}
-        ratios = {what: _plot.curve(found, "ratios") for what, found in of.items() if what != "value"}
-        by_size.append(_plot.Lines(f"{name}: a stream", "bytes", "dtorch / PyTorch", ratios, size_text, one=True))
+        ratios = {"dtorch": _plot.curve(of["stream"], "ratios")}
+        panel = _plot.Lines(f"{name}: a stream", "bytes", "dtorch / PyTorch", ratios, size_text, logy=False, one=True)
+        panel.floor = 0
+        by_size.append(panel)
         curves = {"PyTorch": _plot.curve(of["stream"], "eager"), "dtorch": _plot.curve(of["stream"], "dtorch")}
+        curves["dtorch, client alone"] = _plot.curve(of["stream, client"], "dtorch")
         curves["dtorch, with its value"] = _plot.curve(of["value"], "dtorch")
         times.append(_plot.Lines(f"{name}: time", "bytes", "us per operator", curves, size_text))
         parts = [row for row in table.rows if row.case == f"{name}, CPU time"]

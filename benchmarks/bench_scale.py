@@ -224,7 +224,7 @@ def panels(rows: list[Row]) -> list[Any]:
     held = {name: of("queue", f"{name}'s") for name in ("client", "controller")}
     made.append(_plot.Lines("Queued records: memory", "queued", "MiB", held, number_text, logy=False, floor=0))
     flat = {name: of("memory", f"{name},") for name in ("client", "controller", "worker")}
-    made.append(_plot.Lines("A long run: memory", "adds", "MiB", flat, number_text, logx=False, logy=False, floor=0))
+    made.append(_plot.Lines("A long run: memory", "adds", "MiB", flat, number_text, logy=False, floor=0))
     return [panel for panel in made if any(panel.curves.values())]
 
 
