@@ -5,10 +5,11 @@ end to end   until the picture is on the CPU.
 memory       the peak with the weights, on one worker; both sides in processes of their own, counted alike (as
              `dtorch bench memory` does, which has more about it).
 
-The pipeline is diffusers' own, unmodified, its weights random. PyTorch gets as many threads as all workers together.
-Preset tiny is bound by Python, preset small by the operators.
+The pipeline is diffusers' own, unmodified, its weights random. PyTorch gets as many threads as all workers together: with
+two workers, of which one has little to do, it may compute with twice as many at a time. Preset tiny is bound by Python,
+preset small by the operators.
 
-    dtorch bench sd3 [--preset tiny --preset small] [--workers 2] [--rounds 3] [--no-memory]
+    dtorch bench sd3 [--preset tiny --preset small] [--workers 1] [--rounds 3] [--no-memory]
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def contend(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = _bench.parser(__doc__ or "", rounds=3)
     parser.add_argument("--preset", action="append", choices=PRESETS, help="may be repeated; default: both")
-    parser.add_argument("--workers", type=int, default=2, help="default 2")
+    parser.add_argument("--workers", type=int, default=1, help="default 1")
     parser.add_argument("--no-memory", action="store_true", help="leave the peak of memory out")
     _contenders.add_argument(parser)
     args = parser.parse_args()
