@@ -5,9 +5,9 @@ end to end   until the picture is on the CPU.
 memory       the peak with the weights, on one worker; both sides in processes of their own, counted alike (as
              `dtorch bench memory` does, which has more about it).
 
-The pipeline is diffusers' own, unmodified, its weights random. PyTorch gets as many threads as all workers together: with
-two workers, of which one has little to do, it may compute with twice as many at a time. Preset tiny is bound by Python,
-preset small by the operators.
+The pipeline is diffusers' own, unmodified, its weights random. PyTorch gets as many threads as all workers together:
+with two workers, of which one has little to do, it may compute with twice as many at a time. Preset tiny is bound by
+Python, preset small by the operators.
 
     dtorch bench sd3 [--preset tiny --preset small] [--workers 1] [--rounds 3] [--no-memory]
 """
