@@ -7,6 +7,7 @@ known later or elsewhere:
 * :class:`OutOfMemoryError`: the worker's memory did not suffice (also a ``MemoryError``);
 * :class:`WorkerDied`, :class:`ControllerDied`: a process of ours is gone (a dead peer);
 * :class:`EngineError`: set-up or life-cycle (``init`` refused, used after ``shutdown``, built for another torch);
+* :class:`LoadError`: a file that was to be loaded is not what it should be;
 * :class:`InternalError`: a bug of dtorch; please report it.
 """
 
@@ -59,6 +60,13 @@ class RemoteError(DtorchError):
 
 class OutOfMemoryError(RemoteError, MemoryError):
     """A worker could not allocate; it lives on, and the next operator works."""
+
+
+class LoadError(DtorchError, ValueError):
+    """A file could not be loaded: it is cut short, of another kind, at odds with itself, or cannot be read.
+
+    Nothing was changed. A file that cannot even be opened raises OSError instead.
+    """
 
 
 class PeerDied(DtorchError):

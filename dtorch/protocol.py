@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Final
 
 #: Raised on every change of a message or record. A changelog line goes with it.
-VERSION: Final = 2
+VERSION: Final = 3
 
 #: Values up to this many bytes travel inside a message; larger ones as a descriptor of a shared segment.
 INLINE_BYTES: Final = 64 * 1024
@@ -111,7 +111,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.PROGRESS: "All sequenced records up to `executed_seq` have been executed; opens the client's window.",
     Message.VALUE: "The answer to FETCH: the elements in row-major order.",
     Message.META: "The answer to ASK: what the operator returned.",
-    Message.DONE: "The answer to SYNC, RNG_GET and STATS.",
+    Message.DONE: "The answer to SYNC, RNG_GET, STATS, EVENT and READ.",
     Message.ERROR: "The answer to a request that failed, or whose tensor an earlier failure poisoned.",
     Message.READY: "The controller answers HELLO; the session is open although workers may still be starting.",
     Message.REFUSED: "The controller answers HELLO with why it will not serve this client.",
@@ -140,6 +140,8 @@ class Record(IntEnum):
     RESIZE = 15
     STATS = 16
     OPTION = 17
+    EVENT = 18
+    READ = 19
 
 
 #: Fields of every record after [kind, worker], in order.
@@ -161,6 +163,8 @@ RECORD_FIELDS: Final[dict[Record, str]] = {
     Record.RESIZE: "storage nbytes",
     Record.STATS: "request what",
     Record.OPTION: "name value",
+    Record.EVENT: "request",
+    Record.READ: "request storage geometry pid fd offset nbytes site",
 }
 
 #: What each record does, one sentence each (``docs/protocol.md`` is generated from these tables).
@@ -182,6 +186,8 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.RESIZE: "Resize a storage to `nbytes`, keeping its bytes (as untyped_storage().resize_).",
     Record.STATS: "Answer with DONE: counters (`memory`; after `reset_peak`, `empty_cache`) or rows (`log`, `live`).",
     Record.OPTION: "Set a number: `memory_limit`, `lookahead_us`, `record_allocations`, `deterministic`, ...",
+    Record.EVENT: "Answer with DONE carrying the worker's clock in nanoseconds when all before has been executed.",
+    Record.READ: "Make a tensor of a part of a file that process `pid` has open as `fd`; answer with DONE.",
 }
 
 #: Fields of the arrays nested in records and messages.

@@ -5,17 +5,23 @@ RNG-1 is an invariant of ``native/client/generator.cpp``.
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from same import Device, assert_same, bits, eager_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dtorch
+from dtorch import _client
 
 if TYPE_CHECKING:
     from dtorch.client.engine import Engine
@@ -234,6 +240,117 @@ def test_a_state_of_the_wrong_size_is_told(engine: Engine) -> None:
     assert dtorch.rand(3).cpu().numel() == 3
 
 
+def test_the_states_of_all_devices(engine: Engine) -> None:
+    torch.manual_seed(7)
+    torch.rand(3, device="dtorch:1")
+    states = torch.dtorch.get_rng_state_all()
+    assert len(states) == 2
+    want = [torch.rand(4, device=worker).cpu() for worker in WORKERS]
+    torch.dtorch.set_rng_state_all(states)
+    assert all(torch.equal(torch.rand(4, device=w).cpu(), t) for w, t in zip(WORKERS, want, strict=True))
+
+
+def test_the_devices_own_seeds(engine: Engine) -> None:
+    torch.manual_seed(7)
+    assert torch.dtorch.initial_seed() == 7
+    torch.dtorch.seed()
+    assert torch.dtorch.initial_seed() != 7
+    assert torch.dtorch.default_generator(1).initial_seed() == 7
+    torch.dtorch.seed_all()
+    seeds = {torch.dtorch.default_generator(i).initial_seed() for i in range(2)}
+    assert len(seeds) == 1
+    drawn = torch.rand(3, generator=torch.Generator().manual_seed(seeds.pop()))
+    assert all(torch.equal(torch.rand(3, device=worker).cpu(), drawn) for worker in WORKERS)
+
+
+def test_fork_rng_keeps_what_was_whatever_happens_inside(engine: Engine) -> None:
+    torch.manual_seed(4)
+    want = torch.rand(3)
+    torch.manual_seed(4)
+    with pytest.raises(ZeroDivisionError), torch.random.fork_rng(devices=[0, 1], device_type="dtorch"):
+        dtorch.rand(3)
+        with torch.random.fork_rng(devices=["dtorch:0"], device_type="dtorch"):
+            torch.manual_seed(1)
+        torch.rand(3, device="dtorch:1")
+        raise ZeroDivisionError
+    assert all(torch.equal(torch.rand(3, device=worker).cpu(), want) for worker in ("cpu", *WORKERS))
+    with torch.random.fork_rng(enabled=False, device_type="dtorch"):
+        torch.manual_seed(4)
+    assert torch.equal(dtorch.rand(3).cpu(), want)
+
+
+# -- one stream of numbers, however it is cut into batches
+
+STEPS: dict[str, Callable[[str], Any]] = {
+    "rand": lambda d: torch.rand(5, device=d),
+    "randn": lambda d: torch.randn(40, device=d),
+    "large": lambda d: torch.rand(20000, device=d),
+    "perm": lambda d: torch.randperm(11, device=d),
+    "dropout": lambda d: F.dropout(torch.ones(9, device=d)),
+    "in place": lambda d: torch.empty(7, device=d).exponential_(),
+    "none": lambda d: torch.ones(3, device=d) * 2,
+}
+
+
+def _flush(_: list[torch.Tensor]) -> None:
+    _client.flush()
+
+
+#: What happens between two draws.
+BETWEEN: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "nothing": lambda drawn: None,
+    "a message of its own": _flush,
+    "its value": lambda drawn: drawn[-1].sum().item(),
+    "a future": lambda drawn: drawn[-1].to_torch_async(),
+    "all": lambda drawn: dtorch.synchronize(),
+    "its end": lambda drawn: drawn.__setitem__(-1, drawn[-1].clone()),
+    "an upload": lambda drawn: torch.ones(30000).to(drawn[-1].device),
+    "a state": lambda drawn: dtorch.get_rng_state(drawn[-1].device),
+    "another's seed": lambda drawn: torch.Generator(device=drawn[-1].device).manual_seed(1),
+}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from(WORKERS), st.sampled_from(sorted(BETWEEN))),
+        min_size=1,
+        max_size=25,
+    )
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_numbers_do_not_depend_on_batches(engine: Engine, steps: list[tuple[str, str, str]]) -> None:
+    torch.manual_seed(11)
+    drawn: dict[str, list[torch.Tensor]] = {worker: [] for worker in WORKERS}
+    for step, worker, between in steps:
+        drawn[worker].append(STEPS[step](worker))
+        BETWEEN[between](drawn[worker])
+    for worker in WORKERS:
+        torch.manual_seed(11)
+        want = [STEPS[step]("cpu") for step, where, _ in steps if where == worker]
+        assert_same(drawn[worker], want)
+
+
+def test_threads_that_draw_in_turns_draw_one_stream(engine: Engine) -> None:
+    torch.manual_seed(11)
+    want = [torch.randn(30) for _ in range(12)]
+    torch.manual_seed(11)
+    turn = threading.Barrier(3)
+    got: list[torch.Tensor] = []
+
+    def draw(me: int) -> None:
+        for k in range(12):
+            if k % 3 == me:
+                got.append(dtorch.randn(30))
+            turn.wait()
+
+    threads = [threading.Thread(target=draw, args=(me,)) for me in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(got, want)
+
+
 # -- generators
 
 
@@ -284,6 +401,22 @@ def test_a_generators_state(engine: Engine) -> None:
     b = torch.rand(4, generator=g, device="dtorch").cpu()
     assert torch.equal(torch.rand(4, generator=copy, device="dtorch").cpu(), b)
     assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))], ids=["copy", "pickle"])
+def test_a_copied_generator_draws_what_the_first_draws(
+    engine: Engine, copied: Callable[[torch.Generator], torch.Generator]
+) -> None:
+    for device in ("dtorch:1", "cpu"):
+        g = torch.Generator(device=device).manual_seed(3)
+        torch.rand(5, generator=g, device=device)
+        twin = copied(g)
+        assert twin is not g
+        assert (twin.device, twin.initial_seed()) == (g.device, 3)
+        a = torch.rand(4, generator=g, device=device).cpu()
+        assert torch.equal(torch.rand(4, generator=twin, device=device).cpu(), a)
+        torch.rand(9, generator=twin, device=device)
+        assert not torch.equal(*(torch.rand(4, generator=x, device=device).cpu() for x in (g, twin)))
 
 
 def test_generators_do_not_disturb_each_other(engine: Engine) -> None:

@@ -34,6 +34,7 @@ from dtorch.client.device_module import (  # noqa: E402
 )
 from dtorch.client.futures import TensorFuture  # noqa: E402
 from dtorch.client.lifecycle import device_count, init, is_initialized, shutdown  # noqa: E402
+from dtorch.client.loading import load_file, load_model  # noqa: E402
 from dtorch.client.memory import (  # noqa: E402
     allocation_log,
     empty_cache,
@@ -47,6 +48,7 @@ from dtorch.client.memory import (  # noqa: E402
     memory_stats,
     memory_summary,
     record_memory_history,
+    reset_accumulated_memory_stats,
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
     worker_stats,
@@ -56,6 +58,7 @@ from dtorch.errors import (  # noqa: E402
     DtorchError,
     EngineError,
     InternalError,
+    LoadError,
     OutOfMemoryError,
     RemoteError,
     WorkerDied,
@@ -90,6 +93,7 @@ __all__ = [
     "DtorchError",
     "EngineError",
     "InternalError",
+    "LoadError",
     "OutOfMemoryError",
     "RemoteError",
     "TensorFuture",
@@ -105,6 +109,8 @@ __all__ = [
     "init",
     "is_initialized",
     "live_tensors",
+    "load_file",
+    "load_model",
     "manual_seed",
     "manual_seed_all",
     "max_memory_allocated",
@@ -116,6 +122,7 @@ __all__ = [
     "memory_summary",
     "progress",
     "record_memory_history",
+    "reset_accumulated_memory_stats",
     "reset_peak_memory_stats",
     "set_device",
     "set_per_process_memory_fraction",

@@ -6,7 +6,8 @@ Everything here is also reachable as ``dtorch.X``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ import torch
 from dtorch import _client
 from dtorch.client import lifecycle, memory
 from dtorch.client.lifecycle import Device, index_of
+
+#: As torch.cuda's. A worker runs what it is given in the order in which it was issued, whichever stream is current.
+Stream = torch.Stream
+Event = torch.Event
 
 device_count = lifecycle.device_count
 init = lifecycle.init
@@ -28,6 +33,7 @@ memory_allocated = memory.memory_allocated
 memory_reserved = memory.memory_reserved
 memory_stats = memory.memory_stats
 memory_summary = memory.memory_summary
+reset_accumulated_memory_stats = memory.reset_accumulated_memory_stats
 reset_peak_memory_stats = memory.reset_peak_memory_stats
 set_per_process_memory_fraction = memory.set_per_process_memory_fraction
 
@@ -46,6 +52,26 @@ def set_device(device: Device) -> None:
     """Make a device (index, "dtorch:i" or torch.device) the current one. Raises RuntimeError when there is none."""
     lifecycle.running()
     _client.set_device(index_of(device))
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What a device is. ``total_memory``: bytes its worker may use; ``threads``: of one operator."""
+
+    name: str
+    total_memory: int
+    threads: int
+
+
+def get_device_properties(device: Device = None) -> DeviceProperties:
+    """What a device is (as torch.cuda.get_device_properties, less what only GPUs have); waits for its worker."""
+    engine = lifecycle.running()
+    return DeviceProperties(get_device_name(device), mem_get_info(device)[1], engine.threads_per_worker)
+
+
+def get_device_name(device: Device = None) -> str:
+    """The name of a device (as torch.cuda.get_device_name)."""
+    return f"dtorch CPU worker {index_of(device)}"
 
 
 @contextlib.contextmanager
@@ -103,6 +129,21 @@ def default_generator(device: Device = None) -> torch.Generator:
     return generator
 
 
+def seed() -> None:
+    """Seed the generator of the current device with a number that nobody can foretell (as torch.cuda.seed)."""
+    default_generator().seed()
+
+
+def seed_all() -> None:
+    """Seed the generators of all devices with one such number (as torch.cuda.seed_all)."""
+    manual_seed_all(default_generator(0).seed())
+
+
+def initial_seed() -> int:
+    """The seed of the current device's generator (as torch.cuda.initial_seed)."""
+    return default_generator().initial_seed()
+
+
 def get_rng_state(device: Device = "dtorch") -> torch.Tensor:
     """State of a device's default generator, a uint8 CPU tensor. Waits for the worker."""
     return default_generator(device).get_state()
@@ -111,6 +152,17 @@ def get_rng_state(device: Device = "dtorch") -> torch.Tensor:
 def set_rng_state(new_state: torch.Tensor, device: Device = "dtorch") -> None:
     """Set the state of a device's default generator."""
     default_generator(device).set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """States of the default generators of all devices. Waits for the workers."""
+    return [get_rng_state(i) for i in range(device_count())]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    """Set the states of the default generators of all devices."""
+    for i, state in enumerate(new_states):
+        set_rng_state(state, i)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -133,6 +185,36 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
-def stream(_: Any) -> contextlib.AbstractContextManager[None]:
-    """A worker has one stream; choosing it changes nothing."""
-    return contextlib.nullcontext()
+# -- streams
+
+
+def current_stream(device: Device = None) -> torch.Stream:
+    """This thread's current stream of a device (as torch.cuda.current_stream)."""
+    return torch.accelerator.current_stream(index_of(device))
+
+
+def default_stream(device: Device = None) -> torch.Stream:
+    """The stream that is current where none was chosen (as torch.cuda.default_stream)."""
+    current = current_stream(device)
+    return torch.Stream(stream_id=0, device_index=current.device_index, device_type=current.device_type)
+
+
+def set_stream(stream: torch.Stream | None) -> None:
+    """Make a stream current, and its device; None changes nothing (as torch.cuda.set_stream)."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Make a stream current, and its device, inside the block; None changes nothing (as torch.cuda.stream)."""
+    if stream is None:
+        yield
+        return
+    with device(stream.device.index):
+        before = current_stream()
+        set_stream(stream)
+        try:
+            yield
+        finally:
+            set_stream(before)

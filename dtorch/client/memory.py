@@ -26,9 +26,10 @@ from dtorch.errors import WorkerDied
 def worker_stats(device: Device = None) -> dict[str, int]:
     """Counters of a worker, in bytes and numbers of things, at this point of the program. Waits for the worker.
 
-    ``allocated``, ``peak``, ``total``: bytes that tensors and operators' workspace hold now, at most since the last
-    reset, and ever took; ``blocks``, ``peak_blocks``, ``allocations``: the same in blocks; ``reserved``,
-    ``peak_reserved``, ``limit``: bytes of the pool; ``machine``, ``available``: bytes of the machine's memory;
+    ``allocated``, ``peak``, ``total``, ``freed``: bytes that tensors and operators' workspace hold now, held at most
+    since the last reset, and took and freed since the start or ``reset_accumulated_memory_stats``; ``blocks``,
+    ``peak_blocks``, ``allocations``, ``frees``: the same in blocks; ``reserved``, ``peak_reserved``, ``limit``: bytes
+    of the pool; ``machine``, ``available``: bytes of the machine's memory;
     ``mapped``: bytes of other workers' memory that tensors here stand on; ``loans``: values lent to a reader;
     ``lent``: bytes that only the client still holds, as values it fetched, which are neither in ``allocated`` nor held
     against the limit; ``storages``: storages held; ``donations``: results that took an argument's memory;
@@ -70,6 +71,12 @@ def reset_peak_memory_stats(device: Device = None) -> None:
     _stats(device, "reset_peak")
 
 
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """Count anew what was made and freed (as torch.cuda.reset_accumulated_memory_stats); waits for the worker."""
+    running()
+    _stats(device, "reset_accumulated")
+
+
 def empty_cache() -> None:
     """Give the free memory of every worker's pool back to the operating system (as torch.cuda.empty_cache)."""
     if is_initialized():
@@ -97,7 +104,9 @@ def memory_stats(device: Device = None) -> OrderedDict[str, Any]:
         rows[f"{name}.all.current"] = current
         rows[f"{name}.all.peak"] = peak
     rows["allocated_bytes.all.allocated"] = s["total"]
-    rows["allocated_bytes.all.freed"] = s["total"] - s["allocated"]
+    rows["allocated_bytes.all.freed"] = s["freed"]
+    rows["allocation.all.allocated"] = s["allocations"]
+    rows["allocation.all.freed"] = s["frees"]
     rows["num_alloc_retries"] = s["retries"]
     rows["num_ooms"] = s["ooms"]
     return rows

@@ -80,8 +80,7 @@ struct Handle final : c10::GeneratorImpl {
     auto r = session.new_request(worker(), 0);
     {
       Session::Writer w(session);
-      w.begin(Record::RNG_GET, worker(), 2);
-      mp::put_uint(w.buf(), r->id);
+      w.begin(Record::RNG_GET, r, 2);
       mp::put_uint(w.buf(), number);
       w.end();
     }

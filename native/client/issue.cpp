@@ -186,8 +186,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
     Session::Writer w(session);
     define(w, info, s.worker);
     materialise_all(w, s);
-    seq = w.begin(Record::ASK, s.worker, 5);
-    mp::put_uint(w.buf(), request->id);
+    seq = w.begin(Record::ASK, request, 5);
     mp::put_uint(w.buf(), info.number);
     mp::put_uint(w.buf(), site);
     w.buf().append(s.record.data(), s.record.size());

@@ -2,6 +2,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,6 +14,7 @@
 #include "client/python_error.h"
 #include "client/session.h"
 #include "client/sites.h"
+#include "client/streams.h"
 #include "client/value.h"
 #include "common/py_api.h"
 
@@ -207,6 +209,35 @@ PyObject* py_watch(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* py_done(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return nullptr;
+  auto r = request_arg(id);
+  if (!r) return nullptr;
+  ask_done(r);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_read_file(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int worker, fd;
+  unsigned long long offset;
+  PyObject *dtype, *shape;
+  if (!PyArg_ParseTuple(args, "iiKO!O!", &worker, &fd, &offset, &THPDtypeType, &dtype, &PyTuple_Type, &shape)) return nullptr;
+  Dims sizes;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); ++i) {
+    long long n = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+    if (n == -1 && PyErr_Occurred()) return nullptr;
+    sizes.push_back(n);
+  }
+  worker = worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker)));
+  auto [t, r] = read_file(worker, reinterpret_cast<THPDtype*>(dtype)->scalar_type, sizes, fd, offset);
+  return Py_BuildValue("(NK)", THPVariable_Wrap(t), static_cast<unsigned long long>(r->id));
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* py_forget(PyObject*, PyObject* args) {
   unsigned long long id;
   if (!PyArg_ParseTuple(args, "K", &id)) return nullptr;
@@ -218,7 +249,7 @@ PyObject* py_synchronize(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   int worker;
   if (!PyArg_ParseTuple(args, "i", &worker)) return nullptr;
-  if (Session::get().active()) synchronize(worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker))));
+  synchronize_stream(c10::Stream(c10::Stream::DEFAULT, c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker))));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -260,18 +291,7 @@ PyObject* py_stats(PyObject*, PyObject* args) {
   {
     std::string topic = what;
     GilReleased released;
-    auto& session = Session::get();
-    worker = worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker)));
-    session.admit(worker);
-    auto r = session.new_request(worker, 0);
-    {
-      Session::Writer w(session);
-      w.begin(Record::STATS, worker, 2);
-      mp::put_uint(w.buf(), r->id);
-      mp::put_str(w.buf(), topic);
-      w.end();
-    }
-    reply = ask_done(r);
+    reply = stats_of(worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker))), topic);
   }
   return PyBytes_FromStringAndSize(reply.data(), static_cast<Py_ssize_t>(reply.size()));
   END_HANDLE_TH_ERRORS
@@ -343,6 +363,8 @@ PyMethodDef methods[] = {
     {"wait", py_wait, METH_VARARGS, nullptr},
     {"value", py_value, METH_VARARGS, nullptr},
     {"watch", py_watch, METH_VARARGS, nullptr},
+    {"done", py_done, METH_VARARGS, nullptr},
+    {"read_file", py_read_file, METH_VARARGS, nullptr},
     {"forget", py_forget, METH_VARARGS, nullptr},
     {"synchronize", py_synchronize, METH_VARARGS, nullptr},
     {"seed_all", py_seed_all, METH_VARARGS, nullptr},

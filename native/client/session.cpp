@@ -196,6 +196,13 @@ void Session::flush() {
   flush_locked();
 }
 
+bool Session::idle(int worker) {
+  std::lock_guard lock(mu_);
+  flush_locked();
+  const auto& w = state_[static_cast<size_t>(worker)];
+  return w.executed + 1 == w.next_seq;
+}
+
 void Session::release(uint64_t storage, int worker, uint64_t last_seq, uint32_t generation) {
   if (!active() || generation != generation_.load(std::memory_order_acquire) || forked_) return;
   std::lock_guard lock(mu_);
@@ -292,7 +299,7 @@ void Session::on_progress(int worker, uint64_t seq) {
     std::lock_guard lock(mu_);
     if (worker < 0 || static_cast<size_t>(worker) >= state_.size()) return;
     auto& w = state_[static_cast<size_t>(worker)];
-    w.executed = seq;
+    w.executed = std::max(w.executed, seq);
     size_t freed = 0;
     while (!w.inflight.empty() && w.inflight.front().first <= seq) {
       freed += w.inflight.front().second;
@@ -529,6 +536,8 @@ bool Session::handle(const uint8_t* data, size_t n_bytes, Received* out) {
         lock.unlock();  // the loan's end writes a record
         return false;
       }
+      auto& executed = state_[static_cast<size_t>(r->worker)].executed;
+      executed = std::max(executed, r->seq);  // PROGRESS says so at the end of the batch
       r->reply.assign(reinterpret_cast<const char*>(data), n_bytes);
       r->loan = std::move(loan);
       complete(r, kind == Message::ERROR ? Request::State::Failed : Request::State::Done);

@@ -67,6 +67,7 @@ struct Request {
   uint64_t id = 0;
   int worker = 0;
   uint32_t site = 0;
+  uint64_t seq = 0;    // of its record; guarded by Session::mu_
   std::atomic<State> state{State::Pending};
   std::string reply;   // the reply's first frame (VALUE, META, DONE, ERROR) or, when Failed by death, empty
   std::string failure; // why, when Failed without a reply
@@ -147,6 +148,12 @@ class Session {
       worker_ = worker;
       return s_.state_[static_cast<size_t>(worker)].next_seq++;
     }
+    // The same for a request: its number follows as the first field.
+    uint64_t begin(Record kind, const RequestPtr& r, size_t fields) {
+      r->seq = begin(kind, r->worker, fields);
+      mp::put_uint(s_.buf_, r->id);
+      return r->seq;
+    }
     void end() {
       s_.state_[static_cast<size_t>(worker_)].unsent_bytes += s_.buf_.size() - mark_;
       ++s_.counters_.records;
@@ -187,6 +194,9 @@ class Session {
     return block.next++;
   }
   uint64_t new_storage_ids(uint64_t n) { return next_storage_.fetch_add(n, std::memory_order_relaxed); }
+  // Whether a worker has executed all that was issued to it; sends what lies in the buffer, so that it becomes true.
+  bool idle(int worker);
+
   uint64_t new_transfer() { return next_transfer_.fetch_add(1, std::memory_order_relaxed); }
 
   // --- requests --------------------------------------------------------------------------------------------------

@@ -5,10 +5,14 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
 #include <atomic>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "client/python_error.h"
+#include "client/value.h"
 #include "common/machine.h"
 
 namespace dtorch {
@@ -69,11 +73,51 @@ struct Allocator final : c10::DeviceAllocator {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "dtorch: raw storage bytes are on a worker; copy tensors instead");
   }
   bool initialized() override { return Session::get().active(); }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    if (!Session::get().active()) return;
+    for (int worker = 0; worker < Session::get().workers(); ++worker) counters_of(worker, "empty_cache");
+  }
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
-  void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex i) override {
+    auto of = counters_of(i, "memory");
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto both = [](c10::CachingAllocator::StatArray& all, int64_t current, int64_t peak, int64_t made, int64_t freed) {
+      auto& stat = all[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+      stat.current = current;
+      stat.peak = peak;
+      stat.allocated = made;
+      stat.freed = freed;
+    };
+    for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes, &stats.requested_bytes})
+      both(*bytes, of["allocated"], of["peak"], of["total"], of["freed"]);
+    for (auto* blocks : {&stats.allocation, &stats.active})
+      both(*blocks, of["blocks"], of["peak_blocks"], of["allocations"], of["frees"]);
+    both(stats.reserved_bytes, of["reserved"], of["peak_reserved"], 0, 0);
+    stats.num_alloc_retries = of["retries"];
+    stats.num_ooms = of["ooms"];
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex i) override { counters_of(i, "reset_accumulated"); }
+  void resetPeakStats(c10::DeviceIndex i) override { counters_of(i, "reset_peak"); }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex i) override {
+    auto of = counters_of(i, "memory");
+    int64_t free = std::min(of["limit"] - of["reserved"], of["available"]);
+    return {static_cast<size_t>(std::max<int64_t>(0, free)), static_cast<size_t>(std::min(of["limit"], of["machine"]))};
+  }
+
+ private:
+  // What dtorch.worker_stats gives.
+  static std::map<std::string, int64_t> counters_of(int worker, const char* what) {
+    auto reply = stats_of(worker_of(c10::Device(kDevice, static_cast<c10::DeviceIndex>(worker))), what);
+    auto in = reply_body(reply);
+    std::map<std::string, int64_t> all;
+    for (size_t n = in.array(); n-- > 0;) {
+      in.array();
+      std::string name(in.str());
+      all[name] = in.integer();
+    }
+    return all;
+  }
 };
 
 }  // namespace

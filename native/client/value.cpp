@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include "client/issue.h"
+#include "client/pinned.h"
 #include "client/python_error.h"
 #include "client/sites.h"
 #include "common/machine.h"
@@ -23,8 +24,10 @@ at::Tensor resolved(const at::Tensor& t) {
   return r;
 }
 
-// Where a CPU tensor lies in shared memory that has a descriptor, as a DataLoader's batches do: fd and offset.
+// Where a CPU tensor lies in shared memory that has a descriptor, as pinned tensors and a DataLoader's batches do: fd and
+// offset.
 std::optional<std::pair<int, size_t>> shared_part(const at::Tensor& cpu) {
+  if (auto pinned = pinned_part(cpu.const_data_ptr())) return pinned;
   auto* segment = at::MapAllocator::fromDataPtr(cpu.storage().data_ptr());
   if (!segment || segment->fd() < 0 || !(segment->flags() & at::ALLOCATOR_MAPPED_SHAREDMEM)) return {};
   auto offset = static_cast<const char*>(cpu.const_data_ptr()) - static_cast<const char*>(segment->data());
@@ -152,8 +155,7 @@ RequestPtr fetch(const at::Tensor& t) {
   auto r = session.new_request(ctx->worker, site);
   Session::Writer w(session);
   if (ctx->lazy) materialise(w, ctx);
-  ctx->last_seq = w.begin(Record::FETCH, ctx->worker, 3);
-  mp::put_uint(w.buf(), r->id);
+  ctx->last_seq = w.begin(Record::FETCH, r, 3);
   mp::put_uint(w.buf(), site);
   put_tensor(w.buf(), t.unsafeGetTensorImpl(), ctx);
   w.end();
@@ -193,6 +195,27 @@ at::Tensor upload(const at::Tensor& cpu, int worker) {
   return dst;
 }
 
+std::pair<at::Tensor, RequestPtr> read_file(int worker, at::ScalarType dtype, c10::IntArrayRef sizes, int fd, size_t offset) {
+  auto& session = Session::get();
+  auto t = make_tensor(worker, dtype, sizes);
+  auto* ctx = ctx_of(t);
+  uint32_t site = sites::current();
+  session.admit(worker);
+  auto r = session.new_request(worker, site);
+  Session::Writer w(session);
+  ctx->last_seq = w.begin(Record::READ, r, 8);
+  mp::put_uint(w.buf(), ctx->id);
+  put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
+  mp::put_int(w.buf(), session.owner());
+  mp::put_int(w.buf(), fd);
+  mp::put_uint(w.buf(), offset);
+  mp::put_uint(w.buf(), ctx->nbytes);
+  mp::put_uint(w.buf(), site);
+  ctx->lazy = false;
+  w.end();
+  return {t, r};
+}
+
 void copy(const at::Tensor& src, const at::Tensor& dst, bool non_blocking) {
   if (dst.numel() == 0 && src.numel() == 0) return;
   if (!is_ours(dst)) {
@@ -217,6 +240,19 @@ std::string ask_done(const RequestPtr& r) {
   return r->reply;
 }
 
+std::string stats_of(int worker, const std::string& what) {
+  auto& session = Session::get();
+  session.admit(worker);
+  auto r = session.new_request(worker, 0);
+  {
+    Session::Writer w(session);
+    w.begin(Record::STATS, r, 2);
+    mp::put_str(w.buf(), what);
+    w.end();
+  }
+  return ask_done(r);
+}
+
 void synchronize(int worker) {
   auto& session = Session::get();
   if (!session.active()) return;
@@ -224,8 +260,7 @@ void synchronize(int worker) {
   auto r = session.new_request(worker, 0);
   {
     Session::Writer w(session);
-    w.begin(Record::SYNC, worker, 1);
-    mp::put_uint(w.buf(), r->id);
+    w.begin(Record::SYNC, r, 1);
     w.end();
   }
   ask_done(r);

@@ -7,7 +7,7 @@
 
 namespace dtorch {
 
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 constexpr size_t kInlineBytes = 64 * 1024;
 constexpr size_t kDirectBytes = 80 * 1024;
 
@@ -51,6 +51,8 @@ enum class Record : int {
   RESIZE = 15,
   STATS = 16,
   OPTION = 17,
+  EVENT = 18,
+  READ = 19,
 };
 
 enum class Ext : int8_t {

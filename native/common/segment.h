@@ -19,8 +19,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace dtorch {
 
@@ -68,14 +71,44 @@ inline int make_segment(const char* name, const void* data, size_t n) {
   return fd;
 }
 
+// A descriptor of another process, opened here for the time of a scope.
+struct Descriptor {
+  Descriptor(int pid, int other, int flags) {
+    char path[64];
+    std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, other);
+    fd = open(path, flags | O_CLOEXEC);
+    if (fd < 0) throw std::runtime_error(std::string("cannot open ") + path + ": " + std::strerror(errno));
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (fd >= 0) close(fd);
+  }
+  int keep() { return std::exchange(fd, -1); }
+
+  int fd;
+};
+
+// Reads n bytes from `offset`, or throws.
+inline void read_all(int fd, void* data, size_t n, size_t offset) {
+  for (size_t done = 0; done < n;) {
+    ssize_t got = pread(fd, static_cast<char*>(data) + done, n - done, static_cast<off_t>(offset + done));
+    if (got > 0) {
+      done += static_cast<size_t>(got);
+    } else if (got == 0) {
+      throw std::runtime_error("the file ends at byte " + std::to_string(offset + done) + ", " + std::to_string(n - done) +
+                               " bytes too early");
+    } else if (errno != EINTR) {
+      throw std::runtime_error(std::string("reading failed: ") + std::strerror(errno));
+    }
+  }
+}
+
 enum class Sharing { Owned = MAP_SHARED, Lent = MAP_PRIVATE | MAP_NORESERVE };
 
 // Maps n bytes from `offset` of another process's segment; `keep` leaves a descriptor of it in the mapping.
 inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sharing, bool keep = false) {
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
-  int own = open(path, O_RDWR | O_CLOEXEC);
-  if (own < 0) throw segment_error((std::string("cannot open the shared segment ") + path).c_str(), n);
+  Descriptor own(pid, fd, O_RDWR);
   Mapping m;
   m.size = n;
   size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), begin = offset / page * page;
@@ -83,25 +116,21 @@ inline Mapping open_segment(int pid, int fd, size_t offset, size_t n, Sharing sh
   bool lent = sharing == Sharing::Lent;
   m.pages = lent && lent_mappings.load() >= kMaxLentMappings
                 ? MAP_FAILED
-                : mmap(nullptr, m.length, PROT_READ | PROT_WRITE, static_cast<int>(sharing), own, static_cast<off_t>(begin));
+                : mmap(nullptr, m.length, PROT_READ | PROT_WRITE, static_cast<int>(sharing), own.fd, static_cast<off_t>(begin));
   int e = errno;
   if (m.pages == MAP_FAILED && lent) {
+    std::unique_ptr<void, decltype(&std::free)> copy(std::malloc(n), &std::free);
+    if (!copy) throw std::bad_alloc();
+    read_all(own.fd, copy.get(), n, offset);
     m.pages = nullptr;
-    m.data = std::malloc(n);
-    size_t done = 0;
-    for (ssize_t got = 1; m.data && done < n && got > 0; done += static_cast<size_t>(std::max<ssize_t>(got, 0)))
-      got = pread(own, static_cast<char*>(m.data) + done, n - done, static_cast<off_t>(offset + done));
-    close(own);
-    if (done == n) return m;
-    std::free(m.data);
-    throw segment_error((std::string("cannot read the shared segment ") + path).c_str(), n);
+    m.data = copy.release();
+    return m;
   }
-  if (keep && m.pages != MAP_FAILED) m.fd = own;
-  else close(own);
   if (m.pages == MAP_FAILED) {
     errno = e;
-    throw segment_error((std::string("cannot map the shared segment ") + path).c_str(), n);
+    throw segment_error("cannot map a shared segment", n);
   }
+  if (keep) m.fd = own.keep();
   m.data = static_cast<char*>(m.pages) + (offset - begin);
   m.lent = lent;
   if (lent) ++lent_mappings;

@@ -114,6 +114,8 @@ class Executor {
   void resize(mp::Reader& in);
   void stats(mp::Reader& in);
   void option(mp::Reader& in);
+  void event(mp::Reader& in);
+  void read(mp::Reader& in);
 
   Operator& operator_at(uint64_t number);
   // Makes the cause of the exception that is being handled.
@@ -122,6 +124,7 @@ class Executor {
                       const std::string& shapes, uint64_t site);
   void put_largest(Buffer& b);
   void answer_error(uint64_t request, const CausePtr& cause);
+  void answer_done(uint64_t request);  // with nothing to say
   void payload(Buffer& b, at::Tensor t, bool to_peer);  // appends inline bytes or a lent part of shared memory
   static bool shared_part(const at::Tensor& t, int* fd, size_t* offset);
   void made(uint64_t storage, at::Tensor t, uint64_t site);

@@ -82,6 +82,8 @@ void freed(void* data) {
   size_t n = Pool::size_of(data);
   add(stats.allocated, -static_cast<int64_t>(n));
   add(stats.live, -1);
+  add(stats.frees, 1);
+  add(stats.freed, static_cast<int64_t>(n));
   if (n <= kSmall && bins().keep(data, n)) return;
   pool().free(data);
 }
@@ -119,14 +121,25 @@ void reset_peaks() {
   pool().reset_peak();
 }
 
+void reset_accumulated() {
+  for (auto* counter : {&stats.allocations, &stats.total, &stats.frees, &stats.freed, &stats.retries, &stats.failures})
+    __atomic_store_n(counter, 0, __ATOMIC_RELAXED);
+}
+
 void adopt_memory(size_t n) {
   if (!pool().adopt(n)) scarce(n, [n] { return pool().adopt(n); });
   add(stats.allocated, static_cast<int64_t>(n), stats.peak);
+  add(stats.live, 1, stats.peak_live);
+  add(stats.allocations, 1);
+  add(stats.total, static_cast<int64_t>(n));
 }
 
 void disown_memory(size_t n) {
   pool().disown(n);
   add(stats.allocated, -static_cast<int64_t>(n));
+  add(stats.live, -1);
+  add(stats.frees, 1);
+  add(stats.freed, static_cast<int64_t>(n));
 }
 
 void lend_memory(int64_t n) {

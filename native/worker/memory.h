@@ -18,7 +18,8 @@ class Pool;
 struct MemoryStats {
   int64_t allocated = 0, peak = 0;        // bytes held now; the most since reset
   int64_t live = 0, peak_live = 0;        // blocks held now; the most since reset
-  int64_t allocations = 0, total = 0;     // blocks and bytes ever made
+  int64_t allocations = 0, total = 0;     // blocks and bytes made since the start or the last reset
+  int64_t frees = 0, freed = 0;           // the same, freed
   int64_t retries = 0, failures = 0;      // times memory ran short; times it stayed so
   int64_t lent = 0;                       // bytes that only the client still holds, as values it fetched; not in `allocated`
   int64_t mapped = 0;                     // bytes of other workers' memory that tensors here stand on; not in `allocated`
@@ -29,6 +30,7 @@ void install_allocator();
 Pool& pool();
 MemoryStats& memory_stats();
 void reset_peaks();
+void reset_accumulated();  // what was counted since the start
 // A segment of n bytes that tensors hold but that the allocator did not make: it comes, or throws c10::OutOfMemoryError as
 // an allocation would; and it goes.
 void adopt_memory(size_t n);

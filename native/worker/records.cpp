@@ -74,6 +74,24 @@ struct EndUnlessGone {
   ~EndUnlessGone() { mapping.end(); }
 };
 
+// A new tensor with the bytes of a part of another process's file or segment. Read, not mapped: the file may be cut short
+// meanwhile, which must be an error and no SIGBUS; and mapping costs a fault for every page. Large parts are read by as many
+// threads as an operator has.
+at::Tensor read_tensor(const Geometry& g, int pid, int fd, size_t offset, size_t n) {
+  constexpr int64_t kPart = 8 << 20;
+  Descriptor file(pid, fd, O_RDONLY);
+  at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+  size_t size = static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size());
+  TORCH_CHECK(n == size, "a value of ", size, " bytes came with ", n);
+  auto* data = static_cast<char*>(t.mutable_data_ptr());
+  auto total = static_cast<int64_t>(n);
+  at::parallel_for(0, (total + kPart - 1) / kPart, 1, [&](int64_t begin, int64_t end) {
+    int64_t from = begin * kPart, to = std::min(end * kPart, total);
+    read_all(file.fd, data + from, static_cast<size_t>(to - from), offset + static_cast<size_t>(from));
+  });
+  return t;
+}
+
 void put_geometry(Buffer& b, const at::Tensor& t) { dtorch::put_geometry(b, t.scalar_type(), t.sizes(), t.strides()); }
 
 std::string describe(const at::Tensor& t) {
@@ -157,6 +175,16 @@ void Executor::answer_error(uint64_t request, const CausePtr& cause) {
   answer(out_);
 }
 
+void Executor::answer_done(uint64_t request) {
+  out_.clear();
+  mp::put_array(out_, 4);
+  out_.push(static_cast<uint8_t>(Message::DONE));
+  mp::put_uint(out_, request);
+  mp::put_int(out_, worker_);
+  mp::put_nil(out_);
+  answer(out_);
+}
+
 // --- operators -------------------------------------------------------------------------------------------------------
 
 void Executor::execute(mp::Reader& in) {
@@ -180,6 +208,8 @@ void Executor::execute(mp::Reader& in) {
     case Record::RESIZE: return resize(in);
     case Record::STATS: return stats(in);
     case Record::OPTION: return option(in);
+    case Record::EVENT: return event(in);
+    case Record::READ: return read(in);
     case Record::RELEASE: break;  // never in a batch's records: the controller takes them out
   }
   throw mp::FormatError("the worker has no use for record " + std::to_string(static_cast<int>(kind)));
@@ -437,15 +467,10 @@ void Executor::map(mp::Reader& in) {
   bool lent = in.boolean();
   uint64_t site = in.uint();
   try {
-    bool keep = !lent && kept_descriptors < most_descriptors();
-    auto segment = open_segment(pid, fd, offset, n, lent ? Sharing::Lent : Sharing::Owned, keep);
+    if (lent) return made(storage, read_tensor(g, pid, fd, offset, n), site);
+    bool keep = kept_descriptors < most_descriptors();
+    auto segment = open_segment(pid, fd, offset, n, Sharing::Owned, keep);
     EndUnlessGone end{segment};
-    if (lent) {
-      at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
-      TORCH_CHECK(n == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", n);
-      std::memcpy(t.mutable_data_ptr(), segment.data, n);
-      return made(storage, t, site);
-    }
     adopt_memory(n);
     auto* adopted = new Adopted(segment);
     segment = {};
@@ -453,6 +478,22 @@ void Executor::map(mp::Reader& in) {
   } catch (...) {
     poison(storage, cause_of("internal", "an upload", "", site));
   }
+}
+
+void Executor::read(mp::Reader& in) {
+  uint64_t request = in.uint(), storage = in.uint();
+  auto g = read_geometry(in);
+  int pid = static_cast<int>(in.integer()), fd = static_cast<int>(in.integer());
+  size_t offset = in.uint(), n = in.uint();
+  uint64_t site = in.uint();
+  try {
+    made(storage, read_tensor(g, pid, fd, offset, n), site);
+  } catch (...) {
+    auto cause = cause_of("op", "reading a file", "(" + std::to_string(n) + " bytes from byte " + std::to_string(offset) + ")", site);
+    store_.poison(storage, cause);
+    return answer_error(request, cause);  // the one who asks for the file is told; nobody else
+  }
+  answer_done(request);
 }
 
 // Where a tensor's bytes can be mapped by others: the pool, or an adopted segment. False for other workers' memory.
@@ -672,12 +713,17 @@ void Executor::sync(mp::Reader& in) {
     failures_.clear();  // one report a synchronisation: what followed from it follows from it
     return answer_error(request, cause);
   }
+  answer_done(request);
+}
+
+void Executor::event(mp::Reader& in) {
+  uint64_t request = in.uint();
   out_.clear();
   mp::put_array(out_, 4);
   out_.push(static_cast<uint8_t>(Message::DONE));
   mp::put_uint(out_, request);
   mp::put_int(out_, worker_);
-  mp::put_nil(out_);
+  mp::put_uint(out_, now_ns());
   answer(out_);
 }
 
@@ -712,11 +758,13 @@ void Executor::stats(mp::Reader& in) {
     }
   } else {
     if (what == "reset_peak") reset_peaks();
+    if (what == "reset_accumulated") reset_accumulated();
     if (what == "empty_cache") empty_cache();
     auto number = [](auto n) { return static_cast<int64_t>(n); };
     std::pair<const char*, int64_t> rows[] = {
         {"allocated", m.allocated}, {"peak", m.peak}, {"blocks", m.live}, {"peak_blocks", m.peak_live},
-        {"allocations", m.allocations}, {"total", m.total}, {"retries", m.retries}, {"ooms", m.failures},
+        {"allocations", m.allocations}, {"total", m.total}, {"frees", m.frees}, {"freed", m.freed}, {"retries", m.retries},
+        {"ooms", m.failures},
         {"reserved", number(pool().reserved())}, {"peak_reserved", number(pool().peak_reserved())},
         {"limit", number(pool().limit())}, {"machine", number(machine_memory())}, {"available", number(available_memory())},
         {"mapped", m.mapped}, {"lent", m.lent}, {"loans", number(loans_.size())}, {"storages", number(store_.size())},
