@@ -33,6 +33,7 @@ def copied(t: torch.Tensor, **how: Any) -> int:
     return n
 
 
+@pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor")
 def test_what_is_pinned(engine: Engine) -> None:
     x = torch.arange(10.0)
     p = x.pin_memory()

@@ -91,6 +91,7 @@ def test_the_order_is_that_of_issue_whichever_stream_is_current(engine: Engine) 
     assert torch.equal(x.cpu(), want)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_gradients_of_what_ran_on_a_side_stream(engine: Engine) -> None:
     x = torch.arange(6.0, device="dtorch").requires_grad_()
     with _stream(0) as side:

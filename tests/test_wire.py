@@ -7,10 +7,12 @@ schemas then follows the streams, counts as the invariants WIRE-1 to WIRE-5 say,
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import safetensors.torch
 import torch
 import zmq
 from torch import nn
@@ -239,7 +242,7 @@ class Reader:
         assert isinstance(value, str)
 
     def _what(self, value: Any) -> None:
-        assert value in ("memory", "reset_peak", "empty_cache", "log", "live")
+        assert value in ("memory", "reset_peak", "reset_accumulated", "empty_cache", "log", "live")
 
     def _lent(self, value: Any) -> None:
         assert type(value) is bool
@@ -334,6 +337,16 @@ class Reader:
 
     def _SYNC(self, worker: int, fields: dict[str, Any]) -> None:
         self._request_made(worker, fields)
+
+    def _EVENT(self, worker: int, fields: dict[str, Any]) -> None:
+        self._request_made(worker, fields)
+
+    def _READ(self, worker: int, fields: dict[str, Any]) -> None:
+        self._request_made(worker, fields)
+        self._new(worker, fields["storage"])
+        assert fields["pid"] == os.getpid()
+        dtype, sizes = fields["geometry"][:2]
+        assert fields["nbytes"] == DTYPES[dtype].itemsize * math.prod(sizes)
 
     def _STATS(self, worker: int, fields: dict[str, Any]) -> None:
         self._request_made(worker, fields)
@@ -455,6 +468,11 @@ def everything() -> None:
         x + 1
     dtorch.memory_allocated()
     dtorch.reset_peak_memory_stats()
+    torch.accelerator.current_stream().record_event().synchronize()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(safetensors.torch.save({"x": torch.ones(3, 4)}))
+        file.flush()
+        dtorch.load_file(file.name)["x"].add_(1)
     with pytest.raises(dtorch.RemoteError):
         nn.functional.embedding(dtorch.tensor([9]), x).cpu()
     dtorch.synchronize()
