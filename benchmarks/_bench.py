@@ -11,6 +11,7 @@ import argparse
 import csv
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -99,11 +100,16 @@ class Table:
             print(text, flush=True)
 
     def save(self, path: Path, about: str) -> None:
-        """Write a CSV file whose first line, a comment, is what was measured on."""
+        """Write a CSV file that begins with two comments: what was measured on, and how busy others kept it.
+
+        It is the end of the run: the engine is shut down.
+        """
+        others = disturbance()
+        print(others)
         path.parent.mkdir(parents=True, exist_ok=True)
         groups = [f"{name}_{part}" for name in (*SIDES, "ratio") for part in self.HEAD]
         with path.open("w", newline="") as file:
-            file.write(f"# {about}\n")
+            file.write(f"# {about}\n# {others}\n")
             out = csv.writer(file)
             out.writerow(["case", "what", "unit", "x", "rounds", *groups])
             for row in self.rows:
@@ -216,6 +222,37 @@ def versions() -> dict[str, str]:
     names = ("torch", "diffusers", "transformers", "dtorch")
     found = {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
     return {"Python": platform.python_version(), **found}
+
+
+def _busy() -> float:
+    """Seconds that the machine's processors have been busy, or taken away by a hypervisor, since it started."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, _first_line("/proc/stat").split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _first_line(file: str) -> str:
+    with open(file) as opened:
+        return opened.readline()
+
+
+_BEGIN = (time.monotonic(), _busy())
+
+
+def disturbance() -> str:
+    """What others took of the machine since this process began: the figures of a busy machine are worth less.
+
+    A stream of small operators needs two free processors, eager PyTorch one; so the ratio suffers too. Shuts the engine
+    down, since the time of a process is ours to know once it has ended.
+    """
+    if "dtorch" in sys.modules:
+        sys.modules["dtorch"].shutdown()
+    ours = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        used = resource.getrusage(who)
+        ours += used.ru_utime + used.ru_stime
+    whole = (time.monotonic() - _BEGIN[0]) * (os.cpu_count() or 1)
+    others = max(0.0, _busy() - _BEGIN[1] - ours) / whole
+    return f"other processes took {others:.0%} of the machine's processor time meanwhile"
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _bench import Row, spread
+from _bench import Row, number, spread
 
 #: PyTorch is gray wherever it is seen; the others get these, and a label has one color in all panels.
 GRAYS = ("#777777", "#222222", "#bbbbbb")
@@ -132,7 +132,7 @@ def _bars(ax: Any, panel: Bars) -> None:
     ]
     colors = list(panel.colors) or CYCLE[0]
     drawn = ax.barh(range(len(labels)), middles, xerr=errors, color=colors, height=0.7, ecolor="#333333", capsize=2)
-    ax.bar_label(drawn, labels=[f"{value:.3g}" for value in middles], padding=4, fontsize=8)
+    ax.bar_label(drawn, labels=[number(value) for value in middles], padding=4, fontsize=8)
     ax.set_yticks(range(len(labels)), labels, fontsize=8)
     ax.invert_yaxis()
     ax.margins(x=0.12, y=0.02)

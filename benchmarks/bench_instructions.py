@@ -263,12 +263,14 @@ def main() -> int:
 
     process = Subject()
     found: dict[str, Counts] = {}
+    plain: dict[str, Counts] = {}
     table = Table()
     try:
         for name in args.op or process.names:
             if name not in process.names:
                 parser.error(f"--op: there is no {name!r}; choose from {', '.join(process.names)}")
             eager = {} if args.check else count(process, "eager", name)
+            plain |= {f"PyTorch, {name}": eager} if eager else {}
             for side in ("client", "worker") if process.names[name] else ("client",):
                 counts = found[f"{side}, {name}"] = count(process, side, name)
                 table.add(*rows(side, name, counts, eager))
@@ -280,7 +282,7 @@ def main() -> int:
     about = f"{_bench.describe(args.threads, used=process.versions)}, {process.key['compiler']}"
     print(about)
     table.save(args.out / "instructions.csv", about)
-    draw(args.out / "instructions.png", about, found)
+    draw(args.out / "instructions.png", about, found, plain)
     known = json.loads(BASELINE.read_text()) if BASELINE.exists() else []
     if args.renew:
         renew(found, known, process.key)
@@ -297,13 +299,18 @@ def rows(side: str, name: str, counts: Counts, eager: Counts) -> list[Row]:
     return made
 
 
-def draw(path: Path, about: str, found: dict[str, Counts]) -> None:
-    """Two panels of bars: our own module's, and all that is native."""
+def draw(path: Path, about: str, found: dict[str, Counts], plain: dict[str, Counts]) -> None:
+    """Two panels of bars: our own module's, and all that is native, beside PyTorch's."""
+    operators = list(dict.fromkeys(name.partition(", ")[2] for name in found))
+    both = sorted({**plain, **found}.items(), key=lambda item: operators.index(item[0].partition(", ")[2]))
     panels = []
-    for what in ("dtorch", "native"):
-        bars = [(name, (value := compared(counts)[what], value, value)) for name, counts in found.items()]
-        title = "in dtorch's own module" if what == "dtorch" else "native: dtorch, torch, libc"
-        panels.append(_plot.Bars(title, "instructions per operator", bars))
+    for title, what, shown in (
+        ("in dtorch's own module", "dtorch", list(found.items())),
+        ("native: dtorch, torch, libc", "native", both),
+    ):
+        bars = [(name, (value := compared(counts)[what], value, value)) for name, counts in shown]
+        colors = ["#777777" if name in plain else "#1f77b4" for name, _ in shown]
+        panels.append(_plot.Bars(title, "instructions per operator", bars, colors=colors))
     _plot.draw(path, "Instructions per operator", about, panels)
 
 

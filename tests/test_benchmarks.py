@@ -65,7 +65,8 @@ def test_a_benchmark_prints_and_saves_its_figures_and_a_picture(name: str, tmp_p
         pytest.skip("a sanitizer's own instructions are no baseline")
     said = run(str(FOLDER / f"bench_{name}.py"), *TINY[name].split(), cwd=tmp_path)
     file = tmp_path / "out" / f"{name}.csv"
-    about, *lines = file.read_text().splitlines()
+    about, others, *lines = file.read_text().splitlines()
+    assert others.startswith("# other processes took ") and others.removeprefix("# ") in said
     assert about.startswith("# ") and "torch 2." in about and "cores" in about and "thread" in about
     assert about.removeprefix("# ") in said
     rows = list(csv.DictReader(lines))
