@@ -57,7 +57,7 @@ class Message(IntEnum):
     INCOMING = 11
     PEER_DIED = 12
     EXIT = 13
-    # worker -> controller (READY and the replies go on to the client as they are)
+    # worker -> controller (READY, RETURNED and the replies go on to the client as they are)
     WORKER_HELLO = 20
     TRANSFER = 21
     TRANSFER_DONE = 22
@@ -66,6 +66,7 @@ class Message(IntEnum):
     META = 25
     DONE = 26
     ERROR = 27
+    RETURNED = 28
     # controller -> client
     READY = 30
     REFUSED = 31
@@ -90,6 +91,7 @@ MESSAGE_FIELDS: Final[dict[Message, str]] = {
     Message.META: "request worker returns",
     Message.DONE: "request worker result",
     Message.ERROR: "request worker error",
+    Message.RETURNED: "worker spare",
     Message.READY: "version",
     Message.REFUSED: "reason",
     Message.WORKER_DIED: "worker status output",
@@ -113,6 +115,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.META: "The answer to ASK: what the operator returned.",
     Message.DONE: "The answer to SYNC, RNG_GET, STATS, EVENT and READ.",
     Message.ERROR: "The answer to a request that failed, or whose tensor an earlier failure poisoned.",
+    Message.RETURNED: "The worker needs an uploaded segment no longer; the client may fill it again.",
     Message.READY: "The controller answers HELLO; the session is open although workers may still be starting.",
     Message.REFUSED: "The controller answers HELLO with why it will not serve this client.",
     Message.WORKER_DIED: "A worker ended: its exit status in words and the last lines it printed (WIRE-4).",
@@ -151,7 +154,7 @@ RECORD_FIELDS: Final[dict[Record, str]] = {
     Record.DEFINE_OP: "op name overload",
     Record.ALLOC: "storage geometry nbytes site",
     Record.PUT: "storage geometry bytes site",
-    Record.MAP: "storage geometry pid fd offset nbytes lent site",
+    Record.MAP: "storage geometry pid fd offset nbytes lent spare site",
     Record.FETCH: "request site tensor",
     Record.ASK: "request op site args first_storage",
     Record.SEND: "transfer dest site tensor",
@@ -174,7 +177,7 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.DEFINE_OP: "Give an operator its number on this worker; sent once, before its first use.",
     Record.ALLOC: "Make uninitialised storage. Sent when an `empty` tensor is first written or read.",
     Record.PUT: "Make a tensor from the bytes in the record.",
-    Record.MAP: "Make a tensor of a segment's bytes: a copy of them if `lent`, else the mapping becomes its storage.",
+    Record.MAP: "Make a tensor of a segment: a copy if `lent`, else the mapping; RETURNED after use if `spare` is not 0.",
     Record.FETCH: "Answer with VALUE: the tensor's elements in row-major order.",
     Record.ASK: "Run an operator whose results the client cannot predict; answer with META.",
     Record.SEND: "Hand a tensor to worker `dest`; its RECV with the same `transfer` takes it.",

@@ -95,7 +95,7 @@ def test_ready_does_not_wait_for_the_workers(tmp_path: object) -> None:
 def test_records_go_to_their_workers_in_order() -> None:
     with bare_controller(3) as c:
         c.up()
-        c.records((Record.SEED, 2, 0, 1), (Record.SEED, 0, 0, 1), (Record.MAP, 2, 1, 2, 3, 4, 5, 6, False, 7))
+        c.records((Record.SEED, 2, 0, 1), (Record.SEED, 0, 0, 1), (Record.MAP, 2, 1, 2, 3, 4, 5, 6, False, 0, 7))
         c.records((Record.RELEASE, 2, 9, 2), (Record.SEED, 2, 0, 1))
         assert c.sync(2) == [["SEED", 1], ["MAP", 2], ["RELEASE", 9, 2], ["SEED", 3], 4]
         assert c.sync(0) == [["SEED", 1], 2]

@@ -21,7 +21,7 @@ CLIENT = ("native/client/*.cpp", "dtorch/client/*.py")
 #: Who handles what is said in each direction (a message's tens digit).
 RECEIVERS = {0: CONTROLLER, 1: WORKER, 2: CONTROLLER, 3: CLIENT}
 #: A worker's messages that the client handles; the controller passes them on, and looks into PROGRESS itself.
-PASSED_ON = {Message.PROGRESS, Message.VALUE, Message.META, Message.DONE, Message.ERROR}
+PASSED_ON = {Message.PROGRESS, Message.VALUE, Message.META, Message.DONE, Message.ERROR, Message.RETURNED}
 
 
 def _cpp_enum(name: str) -> dict[str, int]:

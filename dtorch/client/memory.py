@@ -78,8 +78,12 @@ def reset_accumulated_memory_stats(device: Device = None) -> None:
 
 
 def empty_cache() -> None:
-    """Give the free memory of every worker's pool back to the operating system (as torch.cuda.empty_cache)."""
+    """Give the free memory of every worker's pool back to the operating system (as torch.cuda.empty_cache).
+
+    What the client keeps for uploads goes too.
+    """
     if is_initialized():
+        _client.drop_spares()
         for worker in range(device_count()):
             with contextlib.suppress(WorkerDied):
                 _stats(worker, "empty_cache")

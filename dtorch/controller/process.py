@@ -312,6 +312,7 @@ FROM_WORKER: Final[dict[int, Callable[[Controller, int, _Frames], None]]] = {
     Message.META: Controller._forward,
     Message.DONE: Controller._forward,
     Message.ERROR: Controller._forward,
+    Message.RETURNED: Controller._forward,
 }
 
 

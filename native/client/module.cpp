@@ -14,6 +14,7 @@
 #include "client/python_error.h"
 #include "client/session.h"
 #include "client/sites.h"
+#include "client/spares.h"
 #include "client/streams.h"
 #include "client/value.h"
 #include "common/py_api.h"
@@ -318,9 +319,16 @@ PyObject* py_option(PyObject*, PyObject* args) {
 PyObject* py_counters(PyObject*, PyObject*) {
   auto c = Session::get().counters();
   auto g = geometry_stats();
-  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsK}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
+  auto s = spares().stats();
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsKsn}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
                        c.bytes, "waits", c.waits, "upload_bytes", c.upload_bytes, "geometry_misses", g.misses,
-                       "geometry_asks", g.asks, "geometry_miss_ns", g.miss_ns, "geometry_entries", g.entries);
+                       "geometry_asks", g.asks, "geometry_miss_ns", g.miss_ns, "geometry_entries", g.entries, "recycled_uploads",
+                       s.recycled, "spare_bytes", static_cast<Py_ssize_t>(s.bytes));
+}
+
+PyObject* py_drop_spares(PyObject*, PyObject*) {
+  spares().clear();
+  Py_RETURN_NONE;
 }
 
 PyObject* py_progress(PyObject*, PyObject*) {
@@ -374,6 +382,7 @@ PyMethodDef methods[] = {
     {"stats", py_stats, METH_VARARGS, nullptr},
     {"option", py_option, METH_VARARGS, nullptr},
     {"counters", py_counters, METH_NOARGS, nullptr},
+    {"drop_spares", py_drop_spares, METH_NOARGS, nullptr},
     {"progress", py_progress, METH_NOARGS, nullptr},
     {"storage_of", py_storage_of, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "client/python_error.h"
+#include "client/spares.h"
 
 namespace dtorch {
 
@@ -31,6 +32,7 @@ constexpr size_t kFlushBytes = 32 * 1024, kFlushBytesBusy = 128 * 1024, kPlenty 
 // While records keep coming the buffer is sent by filling up, and the flusher looks less often: its waking costs too.
 constexpr long kMaxNapFactor = 4;
 constexpr int kSignalCheckMs = 200;
+constexpr long kSparesMs = 500;  // how often the reply thread looks for segments that nobody uses any more
 constexpr int kMaxQuietChecks = 100;  // a preempted client is given this many flush intervals before we send anyway
 
 // One eventfd per thread that ever waited.
@@ -100,14 +102,16 @@ void Session::attach(const SessionConfig& config) {
   owner_ = getpid();
   forked_ = false;
   // A child made by fork finds the mutex free, and itself without a session.
-  static const int registered = pthread_atfork([] { Session::get().mu_.lock(); }, [] { Session::get().mu_.unlock(); },
+  static const int registered = pthread_atfork([] { Session::get().mu_.lock(), spares().lock(); },
+                                               [] { spares().unlock(), Session::get().mu_.unlock(); },
                                                [] {
                                                  Session::get().forked_ = true;
-                                                 Session::get().mu_.unlock();
+                                                 spares().unlock(), Session::get().mu_.unlock();
                                                });
   (void)registered;
   state_.clear();
   state_.resize(static_cast<size_t>(config.workers));
+  spares().clear();
   buf_.clear();
   buffered_ = 0;
   counters_ = {};
@@ -151,7 +155,8 @@ void Session::detach(const std::string& why) {
     flusher_cv_.notify_all();
     progress_cv_.notify_all();
   }
-  for (auto& u : uploads) u.end();
+  uploads.clear();
+  spares().clear();
   if (joiner.joinable()) joiner.join();
 }
 
@@ -257,8 +262,8 @@ void Session::flusher() {
 
 void Session::add_upload(Writer&, int worker, WorkerState::Upload upload) {
   auto& w = state_[static_cast<size_t>(worker)];
-  if (upload.fd >= 0) counters_.upload_bytes += upload.size;
-  if (!active_.load() || !w.dead.empty()) return upload.end();  // nobody will ever report progress past it
+  if (upload.ours) counters_.upload_bytes += upload.size;
+  if (!active_.load() || !w.dead.empty()) return;  // nobody will ever report progress past it
   uploading_.fetch_add(upload.size, std::memory_order_relaxed);
   w.uploads.push_back(std::move(upload));
   uploads_.fetch_add(1, std::memory_order_relaxed);
@@ -314,7 +319,6 @@ void Session::on_progress(int worker, uint64_t seq) {
     }
     if (freed || !done.empty()) progress_cv_.notify_all();
   }
-  for (auto& u : done) u.end();
 }
 
 // --- requests --------------------------------------------------------------------------------------------------------
@@ -496,6 +500,11 @@ bool Session::handle(const uint8_t* data, size_t n_bytes, Received* out) {
       on_progress(worker, in.uint());
       return false;
     }
+    case Message::RETURNED: {
+      in.skip();
+      spares().returned(in.uint());
+      return true;  // the reply thread shall look after what lies here
+    }
     case Message::VALUE:
     case Message::META:
     case Message::DONE:
@@ -587,7 +596,8 @@ Session::Received Session::receive(void* pull, const std::vector<int>& fds) {
       return out;
     }
     for (auto& item : items) item.revents = 0;
-    if (api.poll(items.data(), static_cast<int>(items.size()), -1) < 0) continue;  // EINTR
+    long patience = spares().age() ? kSparesMs : -1;
+    if (api.poll(items.data(), static_cast<int>(items.size()), patience) < 0) continue;  // EINTR
     for (size_t i = 0; i < items.size(); ++i) {
       if (!items[i].revents) continue;
       if (i < watched) break;
@@ -600,12 +610,7 @@ Session::Received Session::receive(void* pull, const std::vector<int>& fds) {
 
 void Session::worker_died(int worker, const std::string& why, std::vector<uint64_t>* completed) {
   std::deque<WorkerState::Upload> uploads;  // ended outside the lock: what they keep may be the program's (SES-1)
-  struct End {
-    std::deque<WorkerState::Upload>& all;
-    ~End() {
-      for (auto& u : all) u.end();
-    }
-  } end{uploads};
+  spares().worker_died(worker);
   std::lock_guard lock(mu_);
   if (worker < 0 || static_cast<size_t>(worker) >= state_.size()) return;
   auto& w = state_[static_cast<size_t>(worker)];

@@ -103,12 +103,8 @@ struct WorkerState {
   struct Upload {
     uint64_t seq;
     size_t size;
-    int fd;                      // of a segment of ours, to be closed then; or -1
-    std::shared_ptr<void> kept;  // what keeps somebody else's segment as it is till then
-    void end() {
-      if (fd >= 0) close(fd);
-      kept.reset();
-    }
+    std::shared_ptr<void> kept;  // what keeps the segment open, and as it is, till then
+    bool ours;                   // a segment of ours, not memory of the program's
   };
   std::deque<Upload> uploads;                       // until they are executed (SHM-2)
   std::vector<bool> knows_op;                       // by operator number

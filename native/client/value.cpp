@@ -9,6 +9,7 @@
 #include "client/pinned.h"
 #include "client/python_error.h"
 #include "client/sites.h"
+#include "client/spares.h"
 #include "common/machine.h"
 
 namespace dtorch {
@@ -53,9 +54,10 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
     w.end();
     return;
   }
-  WorkerState::Upload upload{0, n, -1, nullptr};
+  WorkerState::Upload upload{0, n, nullptr, false};
   int fd;
   size_t offset = 0;
+  uint64_t spare = 0;
   auto shared = non_blocking ? shared_part(cpu) : std::nullopt;
   if (shared) {
     std::tie(fd, offset) = *shared;
@@ -63,10 +65,14 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
   } else {
     constexpr size_t kLarge = size_t{32} << 20;
     if (n >= kLarge && n > available_memory()) throw_too_large(n, available_memory());
-    fd = upload.fd = make_segment("dtorch-upload", cpu.const_data_ptr(), n);
+    auto segment = spares().fill(cpu.const_data_ptr(), n, ctx->worker);
+    fd = segment->fd;
+    spare = segment->id;
+    upload.ours = true;
+    upload.kept = std::move(segment);
   }
   Session::Writer w(session);
-  ctx->last_seq = upload.seq = w.begin(Record::MAP, ctx->worker, 8);
+  ctx->last_seq = upload.seq = w.begin(Record::MAP, ctx->worker, 9);
   mp::put_uint(w.buf(), ctx->id);
   put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
   mp::put_int(w.buf(), session.owner());
@@ -74,6 +80,7 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
   mp::put_uint(w.buf(), offset);
   mp::put_uint(w.buf(), n);
   mp::put_bool(w.buf(), shared.has_value());
+  mp::put_uint(w.buf(), spare);
   mp::put_uint(w.buf(), site);
   ctx->lazy = false;
   session.add_upload(w, ctx->worker, std::move(upload));

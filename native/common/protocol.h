@@ -27,6 +27,7 @@ enum class Message : int {
   META = 25,
   DONE = 26,
   ERROR = 27,
+  RETURNED = 28,
   READY = 30,
   REFUSED = 31,
   WORKER_DIED = 32,

@@ -2,9 +2,10 @@
 //
 // SHM-1  A segment lives as long as a descriptor or a mapping of it does; nothing has to be unlinked.
 // SHM-2  An uploaded segment goes over whole: the client keeps its descriptor open until the worker has executed the
-//        record that names it, and the worker's mapping then owns it. A worker's value is lent as a part of the worker's
-//        pool: from the moment it is handed over until the reader releases the token, when its own mapping goes, the
-//        worker neither writes to that memory nor uses it for anything else.
+//        record that names it, and the worker's mapping then owns it, until its tensor is gone and the worker says
+//        RETURNED (where that was asked for: client/spares.h). A worker's value is lent as a part of the worker's pool:
+//        from the moment it is handed over until the reader releases the token, when its own mapping goes, the worker
+//        neither writes to that memory nor uses it for anything else.
 // SHM-3  A reader maps what is lent to it privately: its writes are its own (copy on write).
 // A descriptor is opened as /proc/PID/fd/FD, which works for a process of the same user.
 #pragma once

@@ -23,7 +23,8 @@ bool goes_to_client(int kind) {
     case Message::VALUE:
     case Message::META:
     case Message::DONE:
-    case Message::ERROR: return true;
+    case Message::ERROR:
+    case Message::RETURNED: return true;
     default: return false;
   }
 }

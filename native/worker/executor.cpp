@@ -284,6 +284,14 @@ Executor::Borrowed::~Borrowed() {
 void Executor::return_borrowed() {
   for (auto [token, source] : returned_) {
     out_.clear();
+    if (source == kClient) {
+      mp::put_array(out_, 3);
+      out_.push(static_cast<uint8_t>(Message::RETURNED));
+      mp::put_int(out_, worker_);
+      mp::put_uint(out_, token);
+      answer(out_);
+      continue;
+    }
     mp::put_array(out_, 4);
     out_.push(static_cast<uint8_t>(Message::TRANSFER_DONE));
     mp::put_uint(out_, token);

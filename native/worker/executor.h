@@ -70,6 +70,15 @@ class Executor {
     ~Borrowed();
   };
   static void end_borrowed(void* borrowed);
+  // An uploaded segment that is the worker's now, memory of its tensors until the storage goes.
+  struct Adopted {
+    Executor* executor;
+    Mapping map;
+    uint64_t spare;  // 0: the client does not want it back
+    Adopted(Executor* executor, const Mapping& map, uint64_t spare);
+    ~Adopted();
+    static void end(void* p) { delete static_cast<Adopted*>(p); }
+  };
 
   // --- the socket
   bool wait_readable();  // false: the parent is gone
@@ -138,7 +147,9 @@ class Executor {
   int replies_;
   bool exit_ = false, parent_gone_ = false;
   bool grad_mode_ = false;  // the client's, for the operators that read it
-  std::vector<std::pair<uint64_t, int>> returned_;  // borrowed memory not needed any more, not said yet: token, source
+  // Memory of others that is not needed any more, not said yet: the token and whose it is. Of the client: a spare's number.
+  static constexpr int kClient = -1;
+  std::vector<std::pair<uint64_t, int>> returned_;
 
   Store store_;
   Generators generators_;

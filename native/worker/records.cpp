@@ -57,18 +57,6 @@ size_t most_descriptors() {
   return most;
 }
 
-// An uploaded segment that is the worker's now: memory of its tensors until the storage goes.
-struct Adopted {
-  Mapping map;
-  explicit Adopted(const Mapping& m) : map(m) { kept_descriptors += map.fd >= 0; }
-  ~Adopted() {
-    kept_descriptors -= map.fd >= 0;
-    disown_memory(map.size);
-    map.end();
-  }
-  static void end(void* p) { delete static_cast<Adopted*>(p); }
-};
-
 struct EndUnlessGone {
   Mapping& mapping;
   ~EndUnlessGone() { mapping.end(); }
@@ -459,23 +447,36 @@ void Executor::put(mp::Reader& in) {
   }
 }
 
+Executor::Adopted::Adopted(Executor* executor_, const Mapping& map_, uint64_t spare_)
+    : executor(executor_), map(map_), spare(spare_) {
+  kept_descriptors += map.fd >= 0;
+}
+
+Executor::Adopted::~Adopted() {
+  kept_descriptors -= map.fd >= 0;
+  disown_memory(map.size);
+  map.end();
+  if (spare) executor->returned_.emplace_back(spare, kClient);
+}
+
 void Executor::map(mp::Reader& in) {
   uint64_t storage = in.uint();
   auto g = read_geometry(in);
   int pid = static_cast<int>(in.integer()), fd = static_cast<int>(in.integer());
   size_t offset = in.uint(), n = in.uint();
   bool lent = in.boolean();
-  uint64_t site = in.uint();
+  uint64_t spare = in.uint(), site = in.uint();
   try {
     if (lent) return made(storage, read_tensor(g, pid, fd, offset, n), site);
     bool keep = kept_descriptors < most_descriptors();
     auto segment = open_segment(pid, fd, offset, n, Sharing::Owned, keep);
     EndUnlessGone end{segment};
     adopt_memory(n);
-    auto* adopted = new Adopted(segment);
+    auto* adopted = new Adopted(this, segment, std::exchange(spare, 0));
     segment = {};
     made(storage, adopt({adopted->map.data, adopted, &Adopted::end, c10::Device(c10::DeviceType::CPU)}, n, g), site);
   } catch (...) {
+    if (spare) returned_.emplace_back(spare, kClient);
     poison(storage, cause_of("internal", "an upload", "", site));
   }
 }
