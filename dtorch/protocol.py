@@ -177,7 +177,7 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.DEFINE_OP: "Give an operator its number on this worker; sent once, before its first use.",
     Record.ALLOC: "Make uninitialised storage. Sent when an `empty` tensor is first written or read.",
     Record.PUT: "Make a tensor from the bytes in the record.",
-    Record.MAP: "Make a tensor of a segment: a copy if `lent`, else the mapping; RETURNED after use if `spare` is not 0.",
+    Record.MAP: "Make a tensor of a segment: a copy if `lent`, else the mapping, RETURNED if `spare` is not 0.",
     Record.FETCH: "Answer with VALUE: the tensor's elements in row-major order.",
     Record.ASK: "Run an operator whose results the client cannot predict; answer with META.",
     Record.SEND: "Hand a tensor to worker `dest`; its RECV with the same `transfer` takes it.",
