@@ -32,6 +32,9 @@ class Scheduler:
     def attach(self, api: dict[str, int], inbox: int, outbox: int, router: int, events: int, /) -> None:
         """The sockets (libzmq's pointers) and the descriptor that :meth:`serve` works on."""
 
+    def forget(self, worker: int, /) -> None:
+        """The worker is dead: its records are dropped from now on, and so is what it still says."""
+
     def serve(self, routine: bool, watch_outbox: bool, /) -> tuple[int, list[bytes]]:
         """Wait for the next thing that is not routine: ``(source, frames)``.
 

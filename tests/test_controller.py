@@ -274,6 +274,17 @@ def test_liv4_a_workers_death_is_told_with_status_and_last_lines(order: str, val
         assert ["PEER_DIED", 1, status] in c.sync(2)
 
 
+def test_after_a_death_the_other_workers_go_on() -> None:
+    """Records for the dead one are dropped, whoever else the message is for; the rest is routine as before."""
+    with bare_controller(3) as c:
+        c.up()
+        c.order(1, "exit", 1)
+        c.receive_kind(Message.WORKER_DIED)
+        c.records((Record.SEED, 1, 0, 1), (Record.SEED, 2, 0, 1), (Record.SEED, 1, 0, 1), (Record.SYNC, 0, 7))
+        assert c.receive_kind(Message.DONE)[1:3] == [7, 0]
+        assert c.sync(2)[-2:] == [["SEED", 1], 2]
+
+
 def test_the_traceback_of_a_failing_worker_is_among_its_last_lines() -> None:
     with bare_controller(1) as c:
         c.up()

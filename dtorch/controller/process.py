@@ -101,7 +101,8 @@ class Controller:
         self._outbox_is_full = False
         self._unsent: deque[Sequence[_Frame]] = deque()  # the client has not said HELLO, or not connected, yet
         self._waiting: defaultdict[int, list[Sequence[_Frame]]] = defaultdict(list)  # until its worker says hello
-        self._here: set[int] = set()  # workers that said hello
+        self._here: set[int] = set()  # workers that said hello, and live
+        self._dead = 0  # how many died
         self._names = [name_of(w).encode() for w in range(self._count)]
         self._index_of = {name: w for w, name in enumerate(self._names)}
         self._lent: set[tuple[int, int, int]] = set()  # segments handed on, not taken yet: (token, source, dest)
@@ -114,7 +115,7 @@ class Controller:
         Native code relays what is routine (``native/scheduler/relay.h``); here comes the rest, a message at a time.
         """
         while self._running:
-            routine = self._greeted and not self._unsent and len(self._here) == self._count
+            routine = self._greeted and not self._unsent and len(self._here) + self._dead == self._count
             source, parts = self._scheduler.serve(routine, self._outbox_is_full)
             frames = [zmq.Frame(part) for part in parts]
             if source == Source.CLIENT:
@@ -264,6 +265,8 @@ class Controller:
     def _worker_died(self, death: Death) -> None:
         dead = death.worker
         self._here.discard(dead)
+        self._dead += 1
+        self._scheduler.forget(dead)
         self._waiting.pop(dead, None)
         self._to_client([_pack(Message.WORKER_DIED, dead, death.status, death.output)])
         for worker in range(self._count):

@@ -146,6 +146,19 @@ PyObject* attach(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* forget(PyObject* self, PyObject* args) {
+  Py_ssize_t worker;
+  if (!PyArg_ParseTuple(args, "n:forget", &worker)) return nullptr;
+  auto* relay = reinterpret_cast<Object*>(self)->relay;
+  if (!relay) return PyErr_Format(PyExc_ValueError, "forget() before attach()");
+  try {
+    relay->forget(static_cast<size_t>(worker));
+  } catch (...) {
+    return raise_current();
+  }
+  Py_RETURN_NONE;
+}
+
 PyObject* serve(PyObject* self, PyObject* args) {
   int routine, watch_outbox;
   if (!PyArg_ParseTuple(args, "pp:serve", &routine, &watch_outbox)) return nullptr;
@@ -234,6 +247,7 @@ PyMethodDef methods[] = {
     {"split", split, METH_O, "Split a record stream into one batch per worker; see dtorch/_scheduler.pyi."},
     {"executed", executed, METH_VARARGS, "Note that a worker has executed all up to a number."},
     {"attach", attach, METH_VARARGS, "Give it the sockets that serve() works on."},
+    {"forget", forget, METH_VARARGS, "A worker is dead: drop its records and what it still says."},
     {"serve", serve, METH_VARARGS, "Relay what is routine until something is not; see dtorch/_scheduler.pyi."},
     {"stats", stats, METH_NOARGS, "Counters, one dict per worker."},
     {nullptr, nullptr, 0, nullptr},

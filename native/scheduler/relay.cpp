@@ -64,6 +64,11 @@ bool Relay::take_worker(bool routine, Event* out) {
   zmq::Frame identity(api_), head(api_);
   if (!identity.recv(s_.router, zmq::kDontWait)) return false;
   head.recv(s_.router, 0);
+  if (__builtin_expect(some_gone_, 0) && is_gone(identity)) {
+    Event dropped;
+    rest(s_.router, head, &dropped);
+    return true;
+  }
   int kind = kind_of(head);
   if (!routine || head.more() || !goes_to_client(kind)) {
     *out = {Source::Worker, {text(identity)}};
@@ -100,8 +105,16 @@ bool Relay::take_client(bool routine, Event* out) {
   for (const auto& part : parts) total += part.count + part.release_count;
   if (total != count)
     throw std::invalid_argument("a RECORDS message says " + std::to_string(count) + " records and holds " + std::to_string(total));
-  for (const auto& part : parts) batch(part, stream);
+  for (const auto& part : parts)
+    if (!gone_[part.worker]) batch(part, stream);
   return true;
+}
+
+bool Relay::is_gone(zmq::Frame& identity) {
+  auto name = text(identity);
+  for (size_t worker = 0; worker < gone_.size(); ++worker)
+    if (gone_[worker] && name == name_of(static_cast<uint32_t>(worker))) return true;
+  return false;
 }
 
 void Relay::batch(const Part& part, zmq::Frame& stream) {
