@@ -44,4 +44,13 @@ class Scheduler:
         back. Runs without the GIL. Raises ``ValueError`` for what a peer must not say.
         """
 
+    def trace(self, limit: int, /) -> tuple[bytes, int]:
+        """Start noting up to ``limit`` trace events; or, with 0, stop: the oldest ones, and how many were dropped."""
+
+    def note(self, kind: int, worker: int, start: int, number: int, nbytes: int, records: int, /) -> None:
+        """Add a trace event: a message of that kind was handled from ``start`` until now."""
+
+    def streams(self) -> int:
+        """How many record streams were accepted."""
+
     def stats(self) -> list[WorkerCounters]: ...

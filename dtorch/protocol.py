@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Final
 
 #: Raised on every change of a message or record. A changelog line goes with it.
-VERSION: Final = 3
+VERSION: Final = 4
 
 #: Values up to this many bytes travel inside a message; larger ones as a descriptor of a shared segment.
 INLINE_BYTES: Final = 64 * 1024
@@ -52,6 +52,7 @@ class Message(IntEnum):
     HELLO = 1
     RECORDS = 2
     SHUTDOWN = 3
+    TRACE = 4
     # controller -> worker
     BATCH = 10
     INCOMING = 11
@@ -72,6 +73,7 @@ class Message(IntEnum):
     REFUSED = 31
     WORKER_DIED = 32
     WORKER_READY = 33
+    TRACED = 34
 
 
 #: Fields of every message's first frame after the kind, in order; then, after "|", its further frames.
@@ -79,6 +81,7 @@ MESSAGE_FIELDS: Final[dict[Message, str]] = {
     Message.HELLO: "version workers device threads_per_worker",
     Message.RECORDS: "count | records",
     Message.SHUTDOWN: "",
+    Message.TRACE: "limit",
     Message.BATCH: "first_seq count release_count | records releases",
     Message.INCOMING: "transfer payload",
     Message.PEER_DIED: "worker reason",
@@ -96,6 +99,7 @@ MESSAGE_FIELDS: Final[dict[Message, str]] = {
     Message.REFUSED: "reason",
     Message.WORKER_DIED: "worker status output",
     Message.WORKER_READY: "worker pid",
+    Message.TRACED: "events dropped texts",
 }
 
 #: What each message says, one sentence each.
@@ -103,6 +107,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.HELLO: "The client's first message: its version (WIRE-5) and the workers it wants.",
     Message.RECORDS: "`count` records for any workers, in the order in which the program made them.",
     Message.SHUTDOWN: "End the session: workers are told to leave, then the controller leaves.",
+    Message.TRACE: "Note up to `limit` trace events from now on; 0: stop, hand over the oldest. Answered by TRACED.",
     Message.BATCH: "`count` sequenced records from number `first_seq` on, and releases to apply at once.",
     Message.INCOMING: "The tensor of a transfer that this worker's RECV waits for, as its sender handed it over.",
     Message.PEER_DIED: "A worker is gone; what waits for a transfer from it fails with `reason`.",
@@ -120,6 +125,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.REFUSED: "The controller answers HELLO with why it will not serve this client.",
     Message.WORKER_DIED: "A worker ended: its exit status in words and the last lines it printed (WIRE-4).",
     Message.WORKER_READY: "A worker said WORKER_HELLO.",
+    Message.TRACED: "Answers TRACE: a `trace` (see below), empty `events` when there are no more.",
 }
 
 
@@ -187,8 +193,8 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.RNG_SET: "Set the generator's state from bytes.",
     Record.SYNC: "Answer with DONE when all before it has been executed, or ERROR with the first unreported failure.",
     Record.RESIZE: "Resize a storage to `nbytes`, keeping its bytes (as untyped_storage().resize_).",
-    Record.STATS: "Answer with DONE: counters (`memory`; after `reset_peak`, `empty_cache`) or rows (`log`, `live`).",
-    Record.OPTION: "Set a number: `memory_limit`, `lookahead_us`, `record_allocations`, `deterministic`, ...",
+    Record.STATS: "Answer with DONE: counters (`memory`, after `reset_peak`, `empty_cache`), `log`, `live` or `trace`.",
+    Record.OPTION: "Set a number: `memory_limit`, `lookahead_us`, `record_allocations`, `trace`, ...",
     Record.EVENT: "Answer with DONE carrying the worker's clock in nanoseconds when all before has been executed.",
     Record.READ: "Make a tensor of a part of a file that process `pid` has open as `fd`; answer with DONE.",
 }
@@ -202,6 +208,9 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #: error     see dtorch.errors.RemoteError; `shapes` is text; `site` a client-side number for the source line;
 #:           `kind` is "op" (the program's mistake), "call" (the same, in answer to the ASK that made it), "memory",
 #:           "internal" or "peer"; `held` is nil but for "memory": the largest tensors, [bytes, text, site] each.
+#: trace     what a process noted for dtorch.profile(), the oldest events first: `events` is a bin of TRACE_EVENT
+#:           structs and empty at the end; `dropped` counts what did not fit; `texts` come with the empty one: number n
+#:           stands at n - 1.
 #: returns   one per result: [storage, geometry] | [[storage, geometry], ...] | scalar | nil (an argument comes back);
 #:           then one more: per written argument the geometries of its tensors now (out= arguments are resized).
 STRUCT_FIELDS: Final[dict[str, str]] = {
@@ -209,6 +218,48 @@ STRUCT_FIELDS: Final[dict[str, str]] = {
     "view": "storage geometry",
     "segment": "pid fd offset nbytes token",
     "error": "kind type message op shapes site worker held",
+    "trace": "events dropped texts",
+}
+
+#: A trace event as `struct` reads it, and its fields. Times are CLOCK_MONOTONIC in nanoseconds, the same for all
+#: processes of a machine. `kind` is a Record's number (the client wrote it, a worker ran it), TRACE_MESSAGE plus a
+#: Message's number (the controller handled it; `detail` counts its sequenced records) or a Trace. `site` is the
+#: client's line; `worker` is -1 where none is meant. Of a record, `number` is its sequence number (WIRE-1), `name` its
+#: operator, `bytes` those of the tensors it reads or hands over, `detail` the text of their shapes, `worker` in a
+#: worker's SEND and RECV the peer, and `link` the request or transfer that it belongs to. In the client `bytes` are the
+#: record's own, and `link` is the time, since its thread's event before, that the thread did not sleep.
+TRACE_EVENT: Final = "<QQQQQIIIbBH"
+TRACE_FIELDS: Final = "start end number link bytes name site detail worker kind thread"
+
+#: Added to a Message's number to make a trace event's kind.
+TRACE_MESSAGE: Final = 64
+
+
+class Trace(IntEnum):
+    """Kinds of trace events that are neither records nor messages."""
+
+    SENT = 128
+    WAIT = 129
+    HELD_BACK = 130
+    REQUEST = 131
+    INFER = 132
+    SPAN_BEGIN = 133
+    SPAN_END = 134
+    AWAIT_PEER = 135
+    AWAIT_MEMORY = 136
+
+
+#: What each kind of trace event is, one sentence each.
+TRACE_DOCS: Final[dict[Trace, str]] = {
+    Trace.SENT: "The client sent its batch `number` of `bytes`, with `detail` records and releases.",
+    Trace.WAIT: "A thread of the client waited for the answer to request `number`, made by a record of kind `detail`.",
+    Trace.HELD_BACK: "A thread of the client waited because it was too far ahead of the workers.",
+    Trace.REQUEST: "From the making of request `number` to its answer; `name` and `detail` as for WAIT.",
+    Trace.INFER: "The client inferred the geometry of the results of operator `name`.",
+    Trace.SPAN_BEGIN: "A named part of the program begins (text `name`): a module's forward, a record_function block.",
+    Trace.SPAN_END: "The innermost such part ends.",
+    Trace.AWAIT_PEER: "A worker waited for the tensor of transfer `link` from worker `worker`.",
+    Trace.AWAIT_MEMORY: "A worker that was short of memory waited for releases.",
 }
 
 #: Bits of geometry.flags.

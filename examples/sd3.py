@@ -3,10 +3,14 @@
     python examples/sd3.py --workers 2 --prompt "a red fox in the snow"   # writes out/sd3.png
     python examples/sd3.py --workers 2 --check                            # bit by bit against eager PyTorch
     python examples/sd3.py --workers 2 --preset small --table             # time and memory against eager PyTorch
+    python examples/sd3.py --workers 2 --preset small --trace out/sd3.json  # a timeline of all processes
 
 The weights are random (there is no download), so the picture is noise with structure; the work is the real one.
 With one worker everything is on dtorch:0. With two, the text encoders are on dtorch:1 and transformer and VAE on
 dtorch:0. With more, T5 and then the second CLIP get a worker of their own, and the encoders run at the same time.
+
+``--trace`` records a second picture, when everything is warm, for https://ui.perfetto.dev; ``benchmarks/plot_trace.py``
+draws the file: the client is done with the picture long before the workers are.
 
 The script waits nowhere until it asks for the picture. The pipeline's progress bar therefore counts the steps that
 have been *issued*; a second one counts those whose latents have arrived.
@@ -160,6 +164,18 @@ def measure(studio: Studio, args: argparse.Namespace) -> tuple[float, float]:
     return client, time.perf_counter() - begin
 
 
+def trace(studio: Studio, args: argparse.Namespace) -> None:
+    """Record a picture from the first line of Python to its values."""
+    import dtorch
+
+    args.trace.parent.mkdir(parents=True, exist_ok=True)
+    with dtorch.profile(args.trace):
+        with torch.profiler.record_function("draw"):
+            picture = studio.draw(args)
+        wait(picture)
+    print(f"trace: {args.trace}, to be opened in https://ui.perfetto.dev or drawn by benchmarks/plot_trace.py")
+
+
 def table(ours: Studio, eager: Studio, args: argparse.Namespace) -> None:
     """Print times and memory of both engines, measured in alternating rounds. Eager PyTorch may use every core."""
     torch.set_num_threads(_engine.CORES)
@@ -205,6 +221,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("out/sd3.png"), help="default: out/sd3.png")
     parser.add_argument("--table", action="store_true", help="compare time and memory with eager PyTorch")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="record a picture as a Chrome trace")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of --table")
     args = parser.parse_args()
     preset = PRESETS[args.preset]
@@ -212,6 +229,8 @@ def parse() -> argparse.Namespace:
     args.size = args.size or preset.size
     if args.size % 16 or not 16 <= args.size <= 8 * preset.latent_side:
         parser.error(f"--size must be a multiple of 16 up to {8 * preset.latent_side}, not {args.size}")
+    if args.trace and args.engine != "dtorch":
+        parser.error("--trace records dtorch's processes: it needs --engine dtorch")
     # A picture's stages follow each other, so with two workers one computes at a time and may have every core. With
     # more, the encoders share the cores.
     args.threads = args.threads or max(1, _engine.CORES // max(1, args.workers - 1))
@@ -239,6 +258,8 @@ def main() -> int:
     code = check(picture, eager.draw(args)) if args.check and eager else 0
     if args.table and eager:
         table(ours, eager, args)
+    if args.trace:
+        trace(ours, args)
     print(f"picture: {args.out}")
     return code
 

@@ -24,7 +24,7 @@ if "dtorch" not in sys.modules:  # a process that has the client (the tests) kee
 import msgpack  # noqa: E402
 
 from dtorch import protocol, settings  # noqa: E402
-from dtorch.protocol import Message, Record  # noqa: E402
+from dtorch.protocol import Message, Record, Trace  # noqa: E402
 
 #: Message numbers are grouped in tens by who says them to whom.
 DIRECTIONS = {
@@ -130,6 +130,11 @@ def protocol_markdown() -> str:
     lines += ["", f"Bits of a geometry's `flags`: {protocol.FLAG_CONJ} conjugated, {protocol.FLAG_NEG} negated."]
     inline = protocol.INLINE_BYTES // 1024
     lines += [f"Values up to {inline} KiB travel as bytes inside a message, larger ones as a segment."]
+    lines += ["", "## Trace events", "", *(line.strip() for line in _comments_above("TRACE_EVENT")), ""]
+    lines += [f"The struct is `{protocol.TRACE_EVENT}` with the fields {_fields(protocol.TRACE_FIELDS)}."]
+    lines += [f"`TRACE_MESSAGE` is {protocol.TRACE_MESSAGE}.", ""]
+    traces = ((f"`{kind.name}`", str(kind.value), protocol.TRACE_DOCS[kind]) for kind in Trace)
+    lines += _table(("Trace", "kind", "meaning"), traces)
     lines += ["", "## msgpack extension types", "", *_table(("type", "name", "contents"), _extensions()), ""]
     return "\n".join(lines)
 

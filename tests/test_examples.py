@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chrome import Chrome
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -33,7 +34,7 @@ def run(script: str, *flags: str, cwd: Path) -> str:
 def test_sd3_draws_the_picture_of_eager_pytorch(workers: int, tmp_path: Path) -> None:
     flags = ["--preset", "tiny", "--workers", str(workers), "--check"]
     if workers == 2:
-        flags += ["--table", "--rounds", "1"]
+        flags += ["--table", "--rounds", "1", "--trace", "out/trace.json"]
     lines = run("sd3.py", *flags, cwd=tmp_path).splitlines()
     assert "check passed: latents and picture are bit-identical to eager PyTorch's" in lines
     assert lines[-1] == "picture: out/sd3.png"
@@ -41,6 +42,11 @@ def test_sd3_draws_the_picture_of_eager_pytorch(workers: int, tmp_path: Path) ->
     if workers == 2:
         rows = [re.fullmatch(r"(PyTorch|dtorch) +[\d.]+ s +[\d.]+ s +[\d.]+ MiB", line) for line in lines]
         assert [row[1] for row in rows if row] == ["PyTorch", "dtorch"]
+        trace = Chrome(tmp_path / "out" / "trace.json")
+        assert set(trace.names.values()) == {"client", "controller", "worker-0", "worker-1"}
+        assert {"draw", "SD3Transformer2DModel"} <= {e["name"] for e in trace.of("client", "span")}
+        for worker in ("worker-0", "worker-1"):
+            assert len(trace.of(worker, "op")) > 50
 
 
 @needs_models

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 from enum import IntEnum
 from pathlib import Path
 
 import pytest
 
 from dtorch import protocol
-from dtorch.protocol import Message, Record
+from dtorch.protocol import Message, Record, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = (ROOT / "native" / "common" / "protocol.h").read_text()
@@ -54,7 +55,7 @@ def _handles(code: str, kind: IntEnum) -> bool:
     return re.search(rf"\b{type(kind).__name__}(?:::|\.){kind.name}\b", code) is not None
 
 
-@pytest.mark.parametrize("enum", [Message, Record])
+@pytest.mark.parametrize("enum", [Message, Record, Trace])
 def test_both_languages_number_the_kinds_alike(enum: type[IntEnum]) -> None:
     assert _cpp_enum(enum.__name__) == {kind.name: kind.value for kind in enum}
 
@@ -72,10 +73,24 @@ def test_both_languages_number_the_extension_types_alike() -> None:
         ("DIRECT_BYTES", "kDirectBytes"),
         ("FLAG_CONJ", "kFlagConj"),
         ("FLAG_NEG", "kFlagNeg"),
+        ("TRACE_MESSAGE", "kTraceMessage"),
     ],
 )
 def test_both_languages_have_the_same_constants(python: str, cpp: str) -> None:
     assert _cpp_constant(cpp) == getattr(protocol, python)
+
+
+def test_both_languages_lay_trace_events_out_alike() -> None:
+    body = re.search(r"struct TraceEvent \{(.*?)\};", HEADER, re.DOTALL)
+    assert body
+    letters = {"uint64_t": "Q", "uint32_t": "I", "int8_t": "b", "uint8_t": "B", "uint16_t": "H"}
+    fields, layout = [], "<"
+    for kind, names in re.findall(r"(\w+) ([\w, ]+);", body[1]):
+        fields += names.split(", ")
+        layout += letters[kind] * len(names.split(", "))
+    assert " ".join(fields) == protocol.TRACE_FIELDS
+    assert layout == protocol.TRACE_EVENT
+    assert f"sizeof(TraceEvent) == {struct.calcsize(layout)}" in HEADER
 
 
 @pytest.mark.parametrize(
@@ -85,11 +100,12 @@ def test_both_languages_have_the_same_constants(python: str, cpp: str) -> None:
         (Message, protocol.MESSAGE_DOCS),
         (Record, protocol.RECORD_FIELDS),
         (Record, protocol.RECORD_DOCS),
+        (Trace, protocol.TRACE_DOCS),
     ],
 )
 def test_every_kind_has_fields_and_a_sentence(enum: type[IntEnum], table: dict[IntEnum, str]) -> None:
     assert list(table) == list(enum)
-    if table in (protocol.MESSAGE_DOCS, protocol.RECORD_DOCS):
+    if table in (protocol.MESSAGE_DOCS, protocol.RECORD_DOCS, protocol.TRACE_DOCS):
         assert all(text.endswith(".") for text in table.values())
 
 

@@ -53,6 +53,7 @@ from dtorch.client.memory import (  # noqa: E402
     set_per_process_memory_fraction,
     worker_stats,
 )
+from dtorch.client.profiling import profile  # noqa: E402
 from dtorch.errors import (  # noqa: E402
     ControllerDied,
     DtorchError,
@@ -121,6 +122,7 @@ __all__ = [
     "memory_reserved",
     "memory_stats",
     "memory_summary",
+    "profile",
     "progress",
     "record_memory_history",
     "reset_accumulated_memory_stats",

@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -81,6 +82,7 @@ class Engine:
         self._ended = False
         self._news = threading.Condition()  # guards _worker_pids and dead_workers, notified on each change
         self._worker_pids: dict[int, int] = {}
+        self._answers: deque[list[Any]] = deque()  # of the controller; guarded by _news
 
         self._directory = RunDirectory()
         try:
@@ -132,6 +134,18 @@ class Engine:
 
         with self._news:
             return self._news.wait_for(settled, timeout)
+
+    def ask_controller(self, message: bytes) -> list[Any]:
+        """Send the controller a message that it answers, and wait for the fields of its answer.
+
+        One thread at a time. Raises ControllerDied or EngineError when there will be none.
+        """
+        _client.tell_controller(message)
+        with self._news:
+            self._news.wait_for(lambda: self._answers or self.is_over)
+            if self._answers:
+                return self._answers.popleft()
+        raise self.death or EngineError("the engine was shut down")
 
     # -- the start
 
@@ -244,6 +258,10 @@ class Engine:
                 self.dead_workers[worker] = death
                 self._news.notify_all()
             _tell_completed(_client.worker_died(worker, str(death)))  # ENG-4
+        elif kind == Message.TRACED:
+            with self._news:
+                self._answers.append(fields)
+                self._news.notify_all()
         else:
             raise AssertionError(f"the client has no use for message {kind}")
 

@@ -17,6 +17,9 @@ _arguments: dict[str, object] | None = None  # of the running engine; guarded by
 
 Device = torch.device | str | int | None
 
+#: Why no engine can be started at present; dtorch.profile() sets it.
+held_back: str = ""
+
 DEVICES: Final = ("auto", "cpu", "cuda")
 
 
@@ -72,6 +75,8 @@ def init(
                 f"an engine with {_text(_arguments)} is running, and init was asked for {_text(wanted)}; "
                 "call dtorch.shutdown() first"
             )
+        if held_back:
+            raise EngineError(held_back)
         if current is not None:
             engine.shutdown()
         engine.start(workers, threads_per_worker, "cpu")

@@ -24,6 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -106,6 +107,7 @@ class Controller:
         self._names = [name_of(w).encode() for w in range(self._count)]
         self._index_of = {name: w for w, name in enumerate(self._names)}
         self._lent: set[tuple[int, int, int]] = set()  # segments handed on, not taken yet: (token, source, dest)
+        self._tracing = False
 
     # -- life
 
@@ -169,7 +171,9 @@ class Controller:
     # -- from the client
 
     def _from_client(self, frames: _Frames) -> None:
+        began = self._clock()
         _handler(frames[0], FROM_CLIENT)(self, frames)
+        self._note(frames, began, -1, self._scheduler.streams())
 
     def _hello(self, frames: _Frames) -> None:
         version = msgpack.unpackb(frames[0].buffer)[1]  # other versions may have other fields
@@ -194,12 +198,33 @@ class Controller:
         stream: Any = frames[1]  # a Frame is a buffer, which its stubs do not say
         for worker, first_seq, sequenced, released, records, releases in self._scheduler.split(stream):
             total += sequenced + released
-            self._to_worker(worker, [_pack(Message.BATCH, first_seq, sequenced, released), records, releases])
+            began = self._clock()
+            batch = [_pack(Message.BATCH, first_seq, sequenced, released), records, releases]
+            self._to_worker(worker, batch)
+            self._note(batch, began, worker, first_seq, sequenced)
         if total != count:
             raise ProtocolError(f"a RECORDS message says {count} records and holds {total}")
 
     def _shutdown(self, frames: _Frames) -> None:
         self._running = False
+
+    # -- the trace (dtorch.profile); native code notes what it relays
+
+    def _trace(self, frames: _Frames) -> None:
+        (limit,) = _fields(frames[0], Message.TRACE)
+        self._tracing = limit > 0
+        self._to_client([_pack(Message.TRACED, *self._scheduler.trace(limit), [])])
+
+    def _clock(self) -> int:
+        """The start of an event; 0 while nothing is recorded."""
+        return time.monotonic_ns() if self._tracing else 0
+
+    def _note(self, frames: Sequence[_Frame], began: int, worker: int, number: int, records: int = 0) -> None:
+        """A message was handled, or sent on, since ``began``."""
+        if began and self._tracing:
+            kind = memoryview(frames[0])[1]
+            size = sum(len(memoryview(frame)) for frame in frames)
+            self._scheduler.note(kind, worker, began, number, size, records)
 
     # -- from the workers
 
@@ -217,7 +242,9 @@ class Controller:
         if worker is None:
             raise ProtocolError(f"a peer calls itself {identity.bytes!r}; the workers are {self._names}")
         if not self._workers.is_dead(worker):
+            began = self._clock()
             _handler(frames[0], FROM_WORKER)(self, worker, frames)
+            self._note(frames, began, worker, 0)
 
     def _worker_hello(self, worker: int, frames: _Frames) -> None:
         version, index, pid = _fields(frames[0], Message.WORKER_HELLO)
@@ -305,6 +332,7 @@ FROM_CLIENT: Final[dict[int, Callable[[Controller, _Frames], None]]] = {
     Message.HELLO: Controller._hello,
     Message.RECORDS: Controller._records,
     Message.SHUTDOWN: Controller._shutdown,
+    Message.TRACE: Controller._trace,
 }
 FROM_WORKER: Final[dict[int, Callable[[Controller, int, _Frames], None]]] = {
     Message.WORKER_HELLO: Controller._worker_hello,

@@ -7,7 +7,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/flat_hash_map.h>
 
-#include <chrono>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -297,14 +296,15 @@ const Entry* find_geometry(const OpInfo& info, const Buffer& key) {
 }
 
 const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args) {
-  auto start = std::chrono::steady_clock::now();
+  uint64_t start = now_ns();
   auto entry = answer(info, args);
-  auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+  uint64_t ns = now_ns() - start;
+  if (trace::on()) trace::add({start, 0, 0, 0, 0, info.number, 0, 0, -1, static_cast<uint8_t>(Trace::INFER), 0});
   auto& c = cache();
   std::lock_guard lock(c.mu);
   ++c.stats.misses;
   c.stats.asks += entry->ask;
-  c.stats.miss_ns += static_cast<uint64_t>(ns);
+  c.stats.miss_ns += ns;
   insert(c, key, entry);
   return remember(last_of(info), key, std::move(entry));
 }

@@ -174,6 +174,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
   auto& session = Session::get();
   uint32_t site = sites::current();
   auto request = session.new_request(s.worker, site);
+  request->op = info.number;
   struct Abandon {
     const RequestPtr& request;
     bool taken = false;
@@ -187,6 +188,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
     define(w, info, s.worker);
     materialise_all(w, s);
     seq = w.begin(Record::ASK, request, 5);
+    w.about(info.number, site);
     mp::put_uint(w.buf(), info.number);
     mp::put_uint(w.buf(), site);
     w.buf().append(s.record.data(), s.record.size());
@@ -312,6 +314,7 @@ void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::T
   define(w, info, s.worker);
   materialise_all(w, s);
   uint64_t seq = w.begin(Record::OP, s.worker, 4);
+  w.about(info.number, site);
   auto& b = w.buf();
   mp::put_uint(b, info.number);
   mp::put_uint(b, site);

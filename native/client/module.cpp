@@ -16,6 +16,7 @@
 #include "client/sites.h"
 #include "client/spares.h"
 #include "client/streams.h"
+#include "client/trace.h"
 #include "client/value.h"
 #include "common/py_api.h"
 
@@ -316,6 +317,70 @@ PyObject* py_option(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* py_tell_controller(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char* frame;
+  Py_ssize_t n;
+  if (!PyArg_ParseTuple(args, "y#", &frame, &n)) return nullptr;
+  GilReleased released;
+  Session::get().tell_controller(frame, static_cast<size_t>(n));
+  END_HANDLE_TH_ERRORS_RET(nullptr)
+  Py_RETURN_NONE;
+}
+
+PyObject* py_trace_start(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long limit;
+  if (!PyArg_ParseTuple(args, "K", &limit)) return nullptr;
+  trace::start(limit);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_trace_stop(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  trace::stop();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_trace_begin(PyObject*, PyObject* arg) {
+  Py_ssize_t n;
+  const char* name = PyUnicode_AsUTF8AndSize(arg, &n);
+  if (!name) return nullptr;
+  trace::begin({name, static_cast<size_t>(n)});
+  Py_RETURN_NONE;
+}
+
+PyObject* py_trace_end(PyObject*, PyObject*) {
+  trace::end();
+  Py_RETURN_NONE;
+}
+
+PyObject* py_trace_take(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto taken = trace::take();
+  PyObject* texts = PyList_New(0);
+  PyObject* threads = PyList_New(0);
+  auto append = [](PyObject* list, PyObject* item) {
+    if (list && item) PyList_Append(list, item);
+    Py_XDECREF(item);
+  };
+  for (const auto& t : taken.texts) append(texts, PyUnicode_DecodeUTF8(t.data(), static_cast<Py_ssize_t>(t.size()), "replace"));
+  for (int tid : taken.threads) append(threads, PyLong_FromLong(tid));
+  const char* data = taken.events.empty() ? "" : reinterpret_cast<const char*>(taken.events.data());
+  return Py_BuildValue("(y#KNN)", data, static_cast<Py_ssize_t>(taken.events.size() * sizeof(TraceEvent)),
+                       static_cast<unsigned long long>(taken.dropped), texts, threads);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_op_name(PyObject*, PyObject* args) {
+  unsigned int number;
+  if (!PyArg_ParseTuple(args, "I", &number)) return nullptr;
+  auto name = op_name(number);
+  return PyUnicode_FromStringAndSize(name.data(), static_cast<Py_ssize_t>(name.size()));
+}
+
 PyObject* py_counters(PyObject*, PyObject*) {
   auto c = Session::get().counters();
   auto g = geometry_stats();
@@ -381,6 +446,13 @@ PyMethodDef methods[] = {
     {"set_device", py_set_device, METH_VARARGS, nullptr},
     {"stats", py_stats, METH_VARARGS, nullptr},
     {"option", py_option, METH_VARARGS, nullptr},
+    {"tell_controller", py_tell_controller, METH_VARARGS, nullptr},
+    {"trace_start", py_trace_start, METH_VARARGS, nullptr},
+    {"trace_stop", py_trace_stop, METH_NOARGS, nullptr},
+    {"trace_begin", py_trace_begin, METH_O, nullptr},
+    {"trace_end", py_trace_end, METH_NOARGS, nullptr},
+    {"trace_take", py_trace_take, METH_NOARGS, nullptr},
+    {"op_name", py_op_name, METH_VARARGS, nullptr},
     {"counters", py_counters, METH_NOARGS, nullptr},
     {"drop_spares", py_drop_spares, METH_NOARGS, nullptr},
     {"progress", py_progress, METH_NOARGS, nullptr},

@@ -107,4 +107,12 @@ OpInfo& op_info(const char* name, const char* overload) {
   return op_info(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
 }
 
+std::string op_name(uint32_t number) {
+  auto& t = table();
+  std::lock_guard lock(t.mu);
+  if (number >= t.ops.size()) return {};
+  const auto& op = t.ops[number];
+  return op.overload.empty() ? op.name : op.name + "." + op.overload;
+}
+
 }  // namespace dtorch

@@ -38,5 +38,7 @@ struct OpInfo {
 // The one OpInfo of an operator, made at first use and never freed.
 OpInfo& op_info(const c10::OperatorHandle& op);
 OpInfo& op_info(const char* name, const char* overload);
+// "aten::add.Tensor"; empty for a number that no operator has.
+std::string op_name(uint32_t number);
 
 }  // namespace dtorch

@@ -178,12 +178,14 @@ void Session::after_record() {
 
 void Session::flush_locked() {
   if (buf_.empty() || !active_.load(std::memory_order_relaxed)) return;
+  uint64_t began = trace::clock();
   uint8_t head[16] = {0x92, static_cast<uint8_t>(Message::RECORDS), 0xce};
   mp::be32(head + 3, buffered_);
   zmq::send(config_.api, config_.push, head, 7, zmq::kSendMore);
   zmq::send(config_.api, config_.push, buf_.data(), buf_.size(), 0);
   ++counters_.batches;
   counters_.bytes += buf_.size();
+  if (began) trace::add(Trace::SENT, began, counters_.batches, buf_.size(), buffered_);
   for (auto& w : state_) {
     if (!w.unsent_bytes) continue;
     if (w.dead.empty()) {
@@ -206,6 +208,17 @@ bool Session::idle(int worker) {
   flush_locked();
   const auto& w = state_[static_cast<size_t>(worker)];
   return w.executed + 1 == w.next_seq;
+}
+
+void Session::tell_controller(const void* frame, size_t n) {
+  std::string why;
+  {
+    std::lock_guard lock(mu_);
+    flush_locked();
+    if (active_.load() && !forked_) return zmq::send(config_.api, config_.push, frame, n, 0);
+    why = ended_;
+  }
+  throw_engine_error(why.empty() ? "dtorch is not running; call dtorch.init() first" : why);
 }
 
 void Session::release(uint64_t storage, int worker, uint64_t last_seq, uint32_t generation) {
@@ -285,6 +298,7 @@ void Session::admit_slow(int worker) {
     flush_locked();
     ++counters_.waits;
     lock.unlock();
+    uint64_t began = trace::clock();
     {
       GilReleased released;
       std::unique_lock again(mu_);
@@ -293,6 +307,7 @@ void Session::admit_slow(int worker) {
         return !active_.load() || !state_[static_cast<size_t>(worker)].dead.empty() || !too_far();
       });
     }
+    if (began) trace::add(Trace::HELD_BACK, began, 0);
     check_signals();
     lock.lock();
   }
@@ -328,6 +343,7 @@ RequestPtr Session::new_request(int worker, uint32_t site) {
   r->id = next_request_.fetch_add(1, std::memory_order_relaxed);
   r->worker = worker;
   r->site = site;
+  r->asked = trace::clock();
   std::lock_guard lock(mu_);
   // The session or the worker may have ended since admit(): nobody would answer.
   if (!active_.load()) r->failure = ended_;
@@ -367,8 +383,14 @@ void Session::forget(uint64_t id) {
   requests_.erase(it);
 }
 
+// For the trace: what is said of a request.
+static TraceEvent event_of(const Request& r, Trace kind, uint64_t start) {
+  return {start, 0, r.id, 0, 0, r.op, r.site, static_cast<uint32_t>(r.kind), static_cast<int8_t>(r.worker), static_cast<uint8_t>(kind), 0};
+}
+
 // Called with mu_ held.
 void Session::complete(const RequestPtr& r, Request::State state) {
+  if (r->asked && trace::on()) trace::add(event_of(*r, Trace::REQUEST, r->asked));
   r->state.store(state, std::memory_order_release);
   for (int fd : r->wake_fds) {
     uint64_t one = 1;
@@ -403,6 +425,7 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
   }
   auto pending = [&r] { return r->state.load(std::memory_order_acquire) == Request::State::Pending; };
   bool answered = true, interrupted = false;
+  uint64_t began = trace::clock();
   {
     GilReleased released;
     Direct::Waiting waiting(direct, r->worker);
@@ -449,6 +472,7 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
       answered = true;
     }
   }
+  if (began) trace::add(event_of(*r, Trace::WAIT, began));
   if (interrupted) throw_if_python_error();
   return answered;
 }

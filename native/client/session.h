@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "client/direct.h"
+#include "client/trace.h"
 #include "common/msgpack.h"
 #include "common/protocol.h"
 #include "common/segment.h"
@@ -68,6 +69,9 @@ struct Request {
   int worker = 0;
   uint32_t site = 0;
   uint64_t seq = 0;    // of its record; guarded by Session::mu_
+  Record kind = Record::SYNC;  // the same
+  uint32_t op = 0;     // of an ASK the operator
+  uint64_t asked = 0;  // when it was made, if somebody traces
   std::atomic<State> state{State::Pending};
   std::string reply;   // the reply's first frame (VALUE, META, DONE, ERROR) or, when Failed by death, empty
   std::string failure; // why, when Failed without a reply
@@ -142,19 +146,25 @@ class Session {
       s_.buf_.push(static_cast<uint8_t>(kind));
       mp::put_uint(s_.buf_, static_cast<uint64_t>(worker));
       worker_ = worker;
+      kind_ = kind;
       return s_.state_[static_cast<size_t>(worker)].next_seq++;
     }
     // The same for a request: its number follows as the first field.
     uint64_t begin(Record kind, const RequestPtr& r, size_t fields) {
       r->seq = begin(kind, r->worker, fields);
+      r->kind = kind;
+      site_ = r->site;
       mp::put_uint(s_.buf_, r->id);
       return r->seq;
     }
     void end() {
       s_.state_[static_cast<size_t>(worker_)].unsent_bytes += s_.buf_.size() - mark_;
       ++s_.counters_.records;
+      if (trace::on()) trace::record(kind_, worker_, worker(worker_).next_seq - 1, s_.buf_.size() - mark_, op_, site_);
       s_.after_record();
     }
+    // For the trace: the operator, and the line of the client's code.
+    void about(uint32_t op, uint32_t site) { op_ = op, site_ = site; }
     WorkerState& worker(int w) { return s_.state_[static_cast<size_t>(w)]; }
     Session& session() { return s_; }
 
@@ -164,10 +174,14 @@ class Session {
     std::unique_lock<std::mutex> lock_;
     size_t mark_ = 0;
     int worker_ = 0;
+    Record kind_{};
+    uint32_t op_ = 0, site_ = 0;
   };
 
   void release(uint64_t storage, int worker, uint64_t last_seq, uint32_t generation);
   void flush();
+  // Sends the controller a message that is not records, after what is buffered. Throws when the session is over.
+  void tell_controller(const void* frame, size_t n);
 
   // Throws when the session is over or the worker is dead; waits while the client is too far ahead (SES-4).
   void admit(int worker) {

@@ -46,6 +46,7 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
   if (n <= kInlineBytes) {
     Session::Writer w(session);
     ctx->last_seq = w.begin(Record::PUT, ctx->worker, 4);
+    w.about(0, site);
     mp::put_uint(w.buf(), ctx->id);
     put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
     mp::put_bin(w.buf(), cpu.const_data_ptr(), n);
@@ -73,6 +74,7 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
   }
   Session::Writer w(session);
   ctx->last_seq = upload.seq = w.begin(Record::MAP, ctx->worker, 9);
+  w.about(0, site);
   mp::put_uint(w.buf(), ctx->id);
   put_geometry(w.buf(), ctx->first.dtype, ctx->first.sizes, ctx->first.strides, 0, 0);
   mp::put_int(w.buf(), session.owner());
@@ -134,12 +136,14 @@ void transfer(const at::Tensor& src, const at::Tensor& dst) {
     Session::Writer w(session);
     if (from->lazy) materialise(w, from);
     from->last_seq = w.begin(Record::SEND, from->worker, 4);
+    w.about(0, site);
     mp::put_uint(w.buf(), id);
     mp::put_uint(w.buf(), static_cast<uint64_t>(target));
     mp::put_uint(w.buf(), site);
     put_tensor(w.buf(), src.unsafeGetTensorImpl(), from);
     w.end();
     to->last_seq = w.begin(Record::RECV, target, 5);
+    w.about(0, site);
     mp::put_uint(w.buf(), id);
     mp::put_uint(w.buf(), static_cast<uint64_t>(from->worker));
     mp::put_uint(w.buf(), site);

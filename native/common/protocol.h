@@ -7,7 +7,7 @@
 
 namespace dtorch {
 
-constexpr int kVersion = 3;
+constexpr int kVersion = 4;
 constexpr size_t kInlineBytes = 64 * 1024;
 constexpr size_t kDirectBytes = 80 * 1024;
 
@@ -15,6 +15,7 @@ enum class Message : int {
   HELLO = 1,
   RECORDS = 2,
   SHUTDOWN = 3,
+  TRACE = 4,
   BATCH = 10,
   INCOMING = 11,
   PEER_DIED = 12,
@@ -32,6 +33,7 @@ enum class Message : int {
   REFUSED = 31,
   WORKER_DIED = 32,
   WORKER_READY = 33,
+  TRACED = 34,
 };
 
 enum class Record : int {
@@ -55,6 +57,30 @@ enum class Record : int {
   EVENT = 18,
   READ = 19,
 };
+
+enum class Trace : int {
+  SENT = 128,
+  WAIT = 129,
+  HELD_BACK = 130,
+  REQUEST = 131,
+  INFER = 132,
+  SPAN_BEGIN = 133,
+  SPAN_END = 134,
+  AWAIT_PEER = 135,
+  AWAIT_MEMORY = 136,
+};
+
+constexpr int kTraceMessage = 64;
+
+struct TraceEvent {
+  uint64_t start, end;
+  uint64_t number, link, bytes;
+  uint32_t name, site, detail;
+  int8_t worker;
+  uint8_t kind;
+  uint16_t thread;
+};
+static_assert(sizeof(TraceEvent) == 56);
 
 enum class Ext : int8_t {
   CPU_TENSOR = 1,

@@ -146,11 +146,17 @@ PyObject* attach(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+dtorch::Relay* relay_of(PyObject* self) {
+  auto* relay = reinterpret_cast<Object*>(self)->relay;
+  if (!relay) PyErr_SetString(PyExc_ValueError, "the scheduler has no sockets yet: attach() comes first");
+  return relay;
+}
+
 PyObject* forget(PyObject* self, PyObject* args) {
   Py_ssize_t worker;
   if (!PyArg_ParseTuple(args, "n:forget", &worker)) return nullptr;
-  auto* relay = reinterpret_cast<Object*>(self)->relay;
-  if (!relay) return PyErr_Format(PyExc_ValueError, "forget() before attach()");
+  auto* relay = relay_of(self);
+  if (!relay) return nullptr;
   try {
     relay->forget(static_cast<size_t>(worker));
   } catch (...) {
@@ -162,8 +168,8 @@ PyObject* forget(PyObject* self, PyObject* args) {
 PyObject* serve(PyObject* self, PyObject* args) {
   int routine, watch_outbox;
   if (!PyArg_ParseTuple(args, "pp:serve", &routine, &watch_outbox)) return nullptr;
-  auto* relay = reinterpret_cast<Object*>(self)->relay;
-  if (!relay) return PyErr_Format(PyExc_ValueError, "serve() before attach()");
+  auto* relay = relay_of(self);
+  if (!relay) return nullptr;
   dtorch::Relay::Event event{};
   try {
     ReleasedGil unlocked;
@@ -180,6 +186,42 @@ PyObject* serve(PyObject* self, PyObject* args) {
     PyList_SET_ITEM(frames.get(), static_cast<Py_ssize_t>(i), bytes);
   }
   return Py_BuildValue("(iN)", static_cast<int>(event.source), frames.release());
+}
+
+// Starts the trace, or stops it and hands over the oldest events.
+PyObject* trace(PyObject* self, PyObject* args) {
+  unsigned long long limit;
+  auto* relay = relay_of(self);
+  if (!relay || !PyArg_ParseTuple(args, "K:trace", &limit)) return nullptr;
+  auto& log = relay->trace();
+  if (limit) log.start(limit);
+  else log.stop();
+  auto events = log.take();
+  auto dropped = log.dropped();
+  if (!limit && events.empty()) log.clear();
+  return Py_BuildValue("(y#K)", events.empty() ? "" : reinterpret_cast<const char*>(events.data()),
+                       static_cast<Py_ssize_t>(events.size() * sizeof(dtorch::TraceEvent)), dropped);
+}
+
+PyObject* note(PyObject* self, PyObject* args) {
+  int kind, worker;
+  unsigned long long start, number, bytes;
+  unsigned int records;
+  auto* relay = relay_of(self);
+  if (!relay || !PyArg_ParseTuple(args, "iiKKKI:note", &kind, &worker, &start, &number, &bytes, &records)) return nullptr;
+  dtorch::TraceEvent event{};
+  event.start = start;
+  event.number = number;
+  event.bytes = bytes;
+  event.detail = records;
+  event.worker = static_cast<int8_t>(worker);
+  event.kind = static_cast<uint8_t>(dtorch::kTraceMessage + kind);
+  relay->note(event);
+  Py_RETURN_NONE;
+}
+
+PyObject* streams(PyObject* self, PyObject*) {
+  return PyLong_FromUnsignedLongLong(reinterpret_cast<Object*>(self)->core->streams());
 }
 
 PyObject* stats(PyObject* self, PyObject*) {
@@ -249,6 +291,9 @@ PyMethodDef methods[] = {
     {"attach", attach, METH_VARARGS, "Give it the sockets that serve() works on."},
     {"forget", forget, METH_VARARGS, "A worker is dead: drop its records and what it still says."},
     {"serve", serve, METH_VARARGS, "Relay what is routine until something is not; see dtorch/_scheduler.pyi."},
+    {"trace", trace, METH_VARARGS, "Start the trace, or stop it and take its oldest events."},
+    {"note", note, METH_VARARGS, "Add an event that ends now to the trace."},
+    {"streams", streams, METH_NOARGS, "How many record streams were accepted."},
     {"stats", stats, METH_NOARGS, "Counters, one dict per worker."},
     {nullptr, nullptr, 0, nullptr},
 };

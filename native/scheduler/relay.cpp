@@ -33,6 +33,28 @@ std::string name_of(uint32_t worker) { return "worker-" + std::to_string(worker)
 
 std::string text(zmq::Frame& f) { return {reinterpret_cast<const char*>(f.data()), f.size()}; }
 
+constexpr uint8_t trace_kind(Message kind) { return static_cast<uint8_t>(kTraceMessage + static_cast<int>(kind)); }
+
+// A message on its way to the client: PROGRESS names the worker and a record, a reply the request and the worker.
+TraceEvent describe_reply(zmq::Frame& head, uint64_t start) {
+  mp::Reader in(head.data(), head.size());
+  in.array();
+  auto kind = static_cast<Message>(in.integer());
+  TraceEvent e{};
+  e.start = start;
+  e.bytes = head.size();
+  e.kind = trace_kind(kind);
+  if (kind == Message::PROGRESS) e.worker = static_cast<int8_t>(in.integer()), e.number = in.uint();
+  else e.link = in.uint(), e.worker = static_cast<int8_t>(in.integer());
+  return e;
+}
+
+// A BATCH: its first record and how many there are, without the releases.
+TraceEvent part_event(const Part& part, uint64_t start) {
+  return {start, 0, part.first_seq, 0, part.record_bytes + part.release_bytes, 0, 0,
+          static_cast<uint32_t>(part.count), static_cast<int8_t>(part.worker), trace_kind(Message::BATCH), 0};
+}
+
 }  // namespace
 
 Relay::Event Relay::serve(bool routine, bool watch_outbox) {
@@ -63,6 +85,7 @@ Relay::Event Relay::serve(bool routine, bool watch_outbox) {
 bool Relay::take_worker(bool routine, Event* out) {
   zmq::Frame identity(api_), head(api_);
   if (!identity.recv(s_.router, zmq::kDontWait)) return false;
+  uint64_t began = trace_.on() ? now_ns() : 0;
   head.recv(s_.router, 0);
   if (__builtin_expect(some_gone_, 0) && is_gone(identity)) {
     Event dropped;
@@ -83,13 +106,16 @@ bool Relay::take_worker(bool routine, Event* out) {
     if (text(identity) != name_of(worker)) throw std::invalid_argument(text(identity) + " speaks for " + name_of(worker));
     scheduler_.executed(worker, in.uint());
   }
+  TraceEvent event = began ? describe_reply(head, began) : TraceEvent{};
   if (!head.send(s_.outbox, zmq::kDontWait)) *out = {Source::Worker, {text(identity), text(head)}};
+  else if (began) note(event);
   return true;
 }
 
 bool Relay::take_client(bool routine, Event* out) {
   zmq::Frame head(api_);
   if (!head.recv(s_.inbox, zmq::kDontWait)) return false;
+  uint64_t began = trace_.on() ? now_ns() : 0;
   if (!routine || kind_of(head) != static_cast<int>(Message::RECORDS)) {
     out->source = Source::Client;
     rest(s_.inbox, head, out);
@@ -105,8 +131,14 @@ bool Relay::take_client(bool routine, Event* out) {
   for (const auto& part : parts) total += part.count + part.release_count;
   if (total != count)
     throw std::invalid_argument("a RECORDS message says " + std::to_string(count) + " records and holds " + std::to_string(total));
-  for (const auto& part : parts)
-    if (!gone_[part.worker]) batch(part, stream);
+  size_t bytes = stream.size();  // it may be handed on
+  for (const auto& part : parts) {
+    if (gone_[part.worker]) continue;
+    uint64_t start = trace_.on() ? now_ns() : 0;
+    batch(part, stream);
+    if (start) note(part_event(part, start));
+  }
+  if (began) note({began, 0, scheduler_.streams(), 0, bytes, 0, 0, static_cast<uint32_t>(count), -1, trace_kind(Message::RECORDS), 0});
   return true;
 }
 
@@ -115,6 +147,11 @@ bool Relay::is_gone(zmq::Frame& identity) {
   for (size_t worker = 0; worker < gone_.size(); ++worker)
     if (gone_[worker] && name == name_of(static_cast<uint32_t>(worker))) return true;
   return false;
+}
+
+void Relay::note(TraceEvent event) {
+  event.end = now_ns();
+  trace_.add(event);
 }
 
 void Relay::batch(const Part& part, zmq::Frame& stream) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/trace.h"
 #include "common/zmq_api.h"
 #include "scheduler/scheduler.h"
 
@@ -38,6 +39,10 @@ class Relay {
   // Throws StreamError or std::invalid_argument when a peer said what cannot be.
   Event serve(bool routine, bool watch_outbox);
 
+  // What dtorch.profile() records of the controller: what is handled here and, by note(), what Python handles.
+  TraceLog& trace() { return trace_; }
+  void note(TraceEvent event);  // it ends now
+
  private:
   bool take_worker(bool routine, Event* out);  // false: nothing there; out->frames is set if it is not routine
   bool take_client(bool routine, Event* out);
@@ -51,6 +56,7 @@ class Relay {
   std::vector<bool> gone_;  // by worker
   bool some_gone_ = false;
   bool events_last_ = false;  // what serve() returned last
+  TraceLog trace_;
 };
 
 }  // namespace dtorch

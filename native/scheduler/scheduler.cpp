@@ -80,6 +80,7 @@ std::vector<Part> Scheduler::split(const uint8_t* data, size_t size) {
   } catch (const mp::FormatError& error) {
     refuse(here(), begin, error.what());
   }
+  ++streams_;
   for (const Part& part : parts) {
     WorkerCounters& c = counters_[part.worker];
     c.records += part.count;

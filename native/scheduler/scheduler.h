@@ -61,10 +61,12 @@ class Scheduler {
   void executed(size_t worker, uint64_t seq);
 
   const std::vector<WorkerCounters>& counters() const { return counters_; }
+  uint64_t streams() const { return streams_; }  // accepted so far: the number of the last one
 
  private:
   Lengths lengths_;
   std::vector<WorkerCounters> counters_;
+  uint64_t streams_ = 0;
 };
 
 }  // namespace dtorch

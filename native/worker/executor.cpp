@@ -5,7 +5,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,12 +21,6 @@ constexpr uint64_t kDrainNs = 20000;
 constexpr int64_t kLookaheadBytes = 16 << 10;  // less is not worth a wait
 
 }  // namespace
-
-uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000000000ull + static_cast<uint64_t>(t.tv_nsec);
-}
 
 Executor::Executor(const zmq::Api& api, void* socket, int worker, int parent_fd, int replies)
     : api_(api), socket_(socket), worker_(worker), parent_fd_(parent_fd), replies_(replies) {}
@@ -184,6 +177,11 @@ bool Executor::await_releases() {
   constexpr uint64_t kPatienceNs = 200'000'000;  // nothing is lost by waiting: the alternative is to fail
   int64_t before = memory_stats().allocated;
   uint64_t start = now_ns();
+  struct Note {
+    Executor* executor;
+    uint64_t start;
+    ~Note() { executor->note_wait(Trace::AWAIT_MEMORY, start, 0, -1); }
+  } note{this, start};
   do {
     drain();
     if (!returned_.empty()) return_borrowed();
@@ -310,7 +308,8 @@ void Executor::execute_front() {
   mp::Reader in(base + batch.position, batch.records.size() - batch.position);
   uint64_t last = batch.first_seq + batch.count - 1;
   while (executed_ < last) {
-    execute(in);
+    if (__builtin_expect(trace_.on(), 0)) execute_traced(in);  // TRACE-1
+    else execute(in);
     ++executed_;
     if (!batch.free_after.empty()) {
       auto& head = batch.free_after[executed_ - batch.first_seq];

@@ -22,12 +22,11 @@
 
 #include "common/protocol.h"
 #include "common/segment.h"
+#include "common/trace.h"
 #include "common/zmq_api.h"
 #include "worker/operators.h"
 
 namespace dtorch::worker {
-
-uint64_t now_ns();  // CLOCK_MONOTONIC
 
 // How long an operator that would raise the peak waits for a release just behind it (look_ahead).
 constexpr int64_t kLookaheadNs = 200000;
@@ -126,6 +125,12 @@ class Executor {
   void event(mp::Reader& in);
   void read(mp::Reader& in);
 
+  // --- the trace (trace.cpp)
+  void execute_traced(mp::Reader& in);
+  void describe_record(mp::Reader in, TraceEvent& e);
+  void note_wait(Trace kind, uint64_t start, uint64_t link, int peer);  // from `start` until now
+  void put_trace(Buffer& b);
+
   Operator& operator_at(uint64_t number);
   // Makes the cause of the exception that is being handled.
   CausePtr cause_of(const char* kind_if_unknown, const std::string& op, const std::string& shapes, uint64_t site);
@@ -177,6 +182,7 @@ class Executor {
   bool log_allocations_ = false;
   struct LogRow { uint64_t seq, storage; int64_t nbytes; uint32_t site; uint64_t ns; };  // nbytes < 0: freed
   std::vector<LogRow> log_;
+  TraceLog trace_;
   std::vector<at::Tensor> made_;  // scratch of op()
   Buffer out_;
 };

@@ -24,6 +24,7 @@ struct Operator {
   std::optional<c10::OperatorHandle> twin;     // that overload
   bool reads_grad_mode = false;    // see OpInfo: to be run with gradients enabled where the client has them so
   std::vector<bool> result_alias;  // per result: it is a written argument
+  std::vector<uint8_t> tensors;    // for the trace, which fills it (trace.cpp)
   // Unboxed twin (hot.cpp): decodes, calls, and appends the new tensors; null for most operators. With `donor`, a tensor
   // that nothing else will read, the result goes there unless an argument is a view of it.
   using Unboxed = void (*)(Decoder&, const at::Tensor* donor, std::vector<at::Tensor>& made);

@@ -594,6 +594,7 @@ void Executor::recv_tensor(mp::Reader& in) {
   uint64_t site = in.uint(), storage = in.uint();
   auto g = read_geometry(in);
   auto it = incoming_.find(transfer);
+  uint64_t began = it == incoming_.end() && trace_.on() ? now_ns() : 0;
   while (it == incoming_.end()) {
     auto dead = dead_peers_.find(source);
     if (dead != dead_peers_.end()) {
@@ -605,6 +606,7 @@ void Executor::recv_tensor(mp::Reader& in) {
     drain();
     it = incoming_.find(transfer);
   }
+  if (began) note_wait(Trace::AWAIT_PEER, began, transfer, source);
   auto payload = std::move(it->second.payload);
   incoming_.erase(it);
   try {
@@ -748,6 +750,8 @@ void Executor::stats(mp::Reader& in) {
       mp::put_uint(b, row.ns);
     }
     log_.clear();
+  } else if (what == "trace") {
+    put_trace(b);
   } else if (what == "live") {  // rows [storage, bytes, shape, site]
     mp::put_array(b, store_.size());
     for (auto& [id, slot] : store_) {
@@ -792,6 +796,7 @@ void Executor::option(mp::Reader& in) {
   else if (name == "memory_limit") pool().set_limit(static_cast<size_t>(value));
   else if (name == "lookahead_us") lookahead_ns_ = value * 1000;
   else if (name == "record_allocations") log_allocations_ = value != 0, log_.clear();
+  else if (name == "trace") value > 0 ? trace_.start(static_cast<uint64_t>(value)) : trace_.clear();
   else throw mp::FormatError("the worker has no option " + std::string(name));
 }
 
