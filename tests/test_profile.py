@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import processes
 import pytest
 import torch
@@ -31,6 +32,7 @@ import dtorch
 from dtorch import _client
 from dtorch.client import engine as engine_module
 from dtorch.client.engine import Engine
+from dtorch.protocol import Message
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -302,6 +304,12 @@ def test_a_folder_that_is_not_there_is_told_before_the_work(engine: Engine, tmp_
         pytest.fail("the block must not begin")
 
 
+def test_a_folder_in_the_place_of_the_file_is_told_before_the_work(engine: Engine, tmp_path: Path) -> None:
+    block = dtorch.profile(tmp_path)
+    with pytest.raises(IsADirectoryError, match=r"is a folder; dtorch\.profile\(\) writes a file"), block:
+        pytest.fail("the block must not begin")
+
+
 # -- whatever happens
 
 
@@ -322,6 +330,20 @@ def test_a_failing_operator_is_in_the_trace_and_its_error_is_raised(engine: Engi
         dtorch.ones(3).index_select(0, dtorch.tensor([0])).sum().item()
         dtorch.ones(3).index_select(0, index).sum().item()
     assert len(Chrome(path).named("worker-0", "aten::index_select")) == 2
+
+
+def test_a_file_that_cannot_be_written_stops_the_recording_all_the_same(engine: Engine, tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError), dtorch.profile(folder / "t.json"):
+        x = dtorch.ones(3) + 1
+        folder.rmdir()
+    assert _client.trace_take() == (b"", 0, [], [])
+    for worker in range(2):  # nothing is noted any more, and nothing is left of it
+        assert msgpack.unpackb(_client.stats(worker, "trace"))[3] == [b"", 0, []]
+    assert engine.ask_controller(msgpack.packb([Message.TRACE, 0])) == [b"", 0, []]
+    assert x.sum().item() == 6
+    record(tmp_path / "next.json", lambda: None)
 
 
 def test_one_inside_another_is_refused(engine: Engine, tmp_path: Path) -> None:

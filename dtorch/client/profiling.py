@@ -64,7 +64,7 @@ def profile(path: str | os.PathLike[str], *, limit: int = LIMIT, modules: bool =
 
     Raises:
         RuntimeError: another recording is under way in this process.
-        FileNotFoundError: there is no folder for the file.
+        FileNotFoundError, IsADirectoryError: the file cannot be where it is to be.
         ValueError: the limit is not a whole number from 1 up.
     """
     recording = _Recording(Path(path), limit, modules)
@@ -93,6 +93,8 @@ class _Recording:
             raise ValueError(f"limit={self.limit!r}: the number of events to keep is a whole number from 1 up")
         if not self.path.absolute().parent.is_dir():
             raise FileNotFoundError(f"{self.path}: there is no folder {self.path.absolute().parent}")
+        if self.path.is_dir():
+            raise IsADirectoryError(f"{self.path} is a folder; dtorch.profile() writes a file")
         self.engine = lifecycle.running()
         with _lock:
             if _current is not None:
@@ -129,13 +131,13 @@ class _Recording:
         self.pids = self.engine.pids()
 
     def _stop_others(self) -> None:
-        """After a start that failed: nothing is noted any longer, and what was is forgotten."""
+        """Nothing is noted any longer, and what was and has not been taken is forgotten."""
         with contextlib.suppress(*_GONE):
             while self._ask_controller(0)[0]:
                 pass
-        for worker in range(self.engine.workers):
-            with contextlib.suppress(*_GONE):
-                _client.option(worker, "trace", 0)
+            for worker in range(self.engine.workers):
+                with contextlib.suppress(WorkerDied):
+                    _client.option(worker, "trace", 0)
 
     def end(self) -> None:
         """Stop, and write the file; whatever goes wrong, the next recording can start."""
@@ -149,6 +151,9 @@ class _Recording:
         try:
             with Timeline(self.path, self.begin, end, self.missing) as timeline:
                 self._write(timeline)
+        except BaseException:
+            self._stop_others()
+            raise
         finally:
             while _client.trace_take()[0]:
                 pass
