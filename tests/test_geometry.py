@@ -453,3 +453,38 @@ def test_the_geometry_holds_whoever_asks_first() -> None:
 
     same(program)
     same(program)
+
+
+INDICES: dict[str, tuple[Any, ...]] = {
+    "one": (torch.tensor([0, 1]),),
+    "two": (torch.tensor([0, 1]), torch.tensor([2, 3])),
+    "second": (slice(None), torch.tensor([0, 1])),
+    "apart": (torch.tensor([[0, 1], [2, 3]]), slice(None), torch.tensor([[0, 1], [1, 0]])),
+    "outer": (torch.tensor([0, 1])[:, None], torch.tensor([1, 2])[None]),
+    "last": (..., torch.tensor([1, 2])),
+    "steps": (slice(None, None, 2), torch.tensor([1, 2])),
+    "number": (torch.tensor(2),),
+    "none": (torch.zeros(0, dtype=torch.int64),),
+    "int32": (torch.tensor([0, 1], dtype=torch.int32),),
+}
+
+
+@pytest.mark.parametrize("where", ["cpu", "dtorch:0"])
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_indexing_by_numbers_asks_nothing(index: tuple[Any, ...], where: str, engine: Engine) -> None:
+    """Its result's shape does not depend on the numbers; that of indexing by a mask does."""
+    x = torch.arange(4 * 5 * 6, dtype=torch.float32).reshape(4, 5, 6)
+    y = x.to("dtorch:0")
+    index_there = tuple(i.to(where) if isinstance(i, torch.Tensor) else i for i in index)
+    before = dtorch.client_stats()["geometry_asks"]
+    for view in (lambda t: t, lambda t: t.transpose(0, 2), lambda t: t[:, :, ::2]):
+        expected, got = view(x)[index], view(y)[index_there]
+        assert (got.shape, got.stride()) == (expected.shape, expected.stride())
+        assert torch.equal(got.cpu(), expected)
+    assert dtorch.client_stats()["geometry_asks"] == before
+
+
+def test_indexing_by_a_mask_asks_each_time(engine: Engine) -> None:
+    y = torch.arange(6.0, device="dtorch:0")
+    for threshold in (1, 4):
+        assert y[y > threshold].tolist() == list(range(threshold + 1, 6))

@@ -7,6 +7,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -202,14 +203,28 @@ bool added_fits(const OpInfo& info, const Entry& e, at::ArrayRef<c10::IValue> ar
   return at::is_expandable_to(args[0].toTensor().sizes(), e.outs[0].sizes);
 }
 
+// Whether the results' shapes depend on the values of the arguments.
+bool depends_on_data(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+  if (!info.asks_for_masks) return info.asks;
+  auto is_mask = [](const std::optional<at::Tensor>& t) {
+    return t && t->defined() && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte);
+  };
+  for (const auto& v : args) {
+    if (!v.isOptionalTensorList()) continue;
+    auto list = v.toOptionalTensorVector();
+    if (std::any_of(list.begin(), list.end(), is_mask)) return true;
+  }
+  return false;
+}
+
 // A backend without kernels of its own: its slot in the dispatch table is the operator's composite kernel.
 constexpr auto kComposite = c10::DispatchKey::IPU;
 
 EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   auto e = std::make_shared<Entry>();
   e->ask = true;
-  e->dynamic = info.asks;
-  if (info.asks) return e;
+  e->dynamic = depends_on_data(info, args);
+  if (e->dynamic) return e;
   if (info.rule) {
     auto ruled = std::make_shared<Entry>();
     if (info.rule(args, *ruled)) {

@@ -241,7 +241,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
 
 // While inferring: results without records. In-place and out= operators have nothing to tell.
 void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args) {
-  if (info.asks) throw Uninferable(true);
+  if (info.asks && !info.asks_for_masks) throw Uninferable(true);
   bool makes = false;
   for (const auto& r : info.returns) makes = makes || r.kind != OpInfo::Result::Alias;
   std::vector<c10::IValue> results;

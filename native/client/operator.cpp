@@ -80,6 +80,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   rule = find_rule(name, overload);
   // The lengths in the data decide the size of a result, and no tag says so.
   asks = asks || name == "aten::_ctc_loss";
+  asks_for_masks = asks && uploads_cpu_indices && composite;
   // Without results and out= (_foreach_add_, _fused_adamw_) there is nothing to predict.
   infers = has_new || !returns.empty() || out_variant;
 }

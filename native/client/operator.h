@@ -26,6 +26,7 @@ struct OpInfo {
   std::vector<int> writes;         // arguments it writes (in place or out=)
   std::vector<bool> scalar_by_type;// arguments whose value cannot change the geometry: only their type is in the key
   bool asks;       // results that only the worker can tell: data-dependent shapes, plain values
+  bool asks_for_masks;  // an index: its result's shape depends on the data where a mask is among the indices only
   bool infers;     // has new tensors, or arguments whose sizes must be checked
   bool composite;  // its composite kernel computes the geometry that the CPU kernel gives (geometry.h)
   bool in_place;       // not structured, writes its arguments and gives nothing else
