@@ -6,6 +6,7 @@ DIR-1 to DIR-3 are invariants of ``native/client/direct.h``, SES-3 of ``native/c
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING
 
@@ -89,26 +90,28 @@ def test_a_long_reply_comes_whole(engine: Engine) -> None:
 
 
 def test_dir2_what_a_worker_said_before_its_death_counts(no_engine: None) -> None:
-    """A worker answers in order: what was answered is a beginning of what was asked, without holes."""
+    """A worker answers in order: what was answered is a beginning of what was asked, without holes.
+
+    So few answers fit in the socket, whoever reads it when; none has to go by way of the controller.
+    """
     for _ in range(3):
         dtorch.init(workers=1, device="cpu", threads_per_worker=1)
         try:
-            torch.ones(1, device="dtorch:0").item()
+            x = torch.full((300, 300), 1e-3, device="dtorch:0")
             current = engine_module.current()
-            assert current
-            pid = current.pids()["worker-0"]
-            asked = [torch.full((1,), i, device="dtorch:0").to_torch_async() for i in range(3000)]  # type: ignore[attr-defined]
-            asked[500].get(PATIENCE)
-            os.kill(pid, 9)
+            assert current and current.wait_for_workers(PATIENCE)
+            asked = [(x @ x)[0, :1].to_torch_async() for _ in range(100)]  # type: ignore[attr-defined]
+            asked[20].get(PATIENCE)
+            os.kill(current.pids()["worker-0"], signal.SIGKILL)
             answered: list[bool] = []
-            for number, future in enumerate(asked):
+            for future in asked:
                 try:
-                    assert future.get(PATIENCE).item() == number
+                    future.get(PATIENCE)
                     answered.append(True)
                 except dtorch.WorkerDied:
                     answered.append(False)
             assert answered == sorted(answered, reverse=True)
-            assert answered[500]
+            assert answered[20]
         finally:
             dtorch.shutdown()
 

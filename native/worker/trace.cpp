@@ -172,7 +172,8 @@ void Executor::execute_traced(mp::Reader& in) {
   e.start = now_ns();
   execute(in);
   e.end = now_ns();
-  if (e.kind != static_cast<uint8_t>(Record::STATS)) trace_.add(e);  // the recording's own questions are among those
+  // The recording's own questions are among those; the record that ends it has cleared the log.
+  if (trace_.on() && e.kind != static_cast<uint8_t>(Record::STATS)) trace_.add(e);
 }
 
 void Executor::note_wait(Trace kind, uint64_t start, uint64_t link, int peer) {
