@@ -78,9 +78,10 @@ def client_stats() -> dict[str, int]:
     """Counters of the client.
 
     ``records``, ``releases``, ``batches``, ``bytes``: written; ``upload_bytes``: copied for uploads; ``waits``: for
-    backpressure; ``geometry_misses``, ``geometry_asks``: results that had to be inferred, and that the worker was
-    asked for; ``geometry_miss_ns``: the time that took; ``geometry_entries``: results known; ``recycled_uploads``: that
-    took memory of an earlier one; ``spare_bytes``: shared memory that waits here, for two seconds, to be used again.
+    backpressure; ``geometry_misses``, ``geometry_asks``: calls whose results had to be inferred, and those that the
+    worker was asked about; ``geometry_miss_ns``: the time that took; ``geometry_entries``: results known;
+    ``recycled_uploads``: that took memory of an earlier one; ``spare_bytes``: shared memory that waits here, for two
+    seconds, to be used again.
     """
     return _client.counters()
 

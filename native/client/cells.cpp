@@ -1,6 +1,6 @@
-// The recurrent cells that LSTM and GRU ask of an accelerator (_thnn_fused_lstm_cell, _thnn_fused_gru_cell). CPU workers
-// have no such kernels: here they are composites of ordinary operators, in the order of eager's CPU cells, with gradients
-// from those operators. Hence the autograd key.
+// The recurrent cells that PyTorch's composites ask of an accelerator (_thnn_fused_lstm_cell, _thnn_fused_gru_cell): only for
+// what recurrent.cpp leaves to them. CPU workers have no such kernels: here they are composites of ordinary operators, in the
+// order of eager's CPU cells, with gradients from those operators. Hence the autograd key.
 #include "client/device.h"
 
 #include <ATen/core/Tensor.h>

@@ -2,8 +2,11 @@
 // streams.cpp, generator.cpp, pinned.cpp and storage.cpp, the kernels in kernels.cpp and hot.cpp.
 #include "client/device.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <atomic>
 
 #include "client/generator.h"
 #include "client/pinned.h"
@@ -23,6 +26,19 @@ void choose(c10::Device d) {
 
 c10::Device device_at(int worker) { return {kDevice, static_cast<c10::DeviceIndex>(worker)}; }
 
+// Autograd runs the nodes of a graph by their sequence numbers, newest first, and sums gradients in that order. The numbers
+// are counted per thread, which is right on the CPU, where backward runs on the caller's thread; a device has a thread of its
+// own for it. A second derivative's graph, made by both, would be summed in another order than eager's, with other last
+// bits. So a thread that is behind catches up. PyTorch asks for the stream when a node has been made and when one is about to
+// run; hence the first node that the caller makes after a backward pass still has a number from before it.
+void catch_up_with_other_threads() {
+  static std::atomic<uint64_t> newest{0};
+  uint64_t own = at::sequence_number::peek(), other = newest.load(std::memory_order_relaxed);
+  for (; own < other; ++own) at::sequence_number::get_and_increment();
+  while (other < own && !newest.compare_exchange_weak(other, own, std::memory_order_relaxed)) {
+  }
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device d) const override {
@@ -37,7 +53,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device d) const noexcept override {
     if (d.has_index()) set_current_worker(d.index());
   }
-  c10::Stream getStream(c10::Device d) const override { return current_stream(d); }
+  c10::Stream getStream(c10::Device d) const override {
+    catch_up_with_other_threads();
+    return current_stream(d);
+  }
   c10::Stream getDefaultStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return new_stream(d); }
   c10::Stream getNewStream(c10::Device d, int) const override { return new_stream(d); }

@@ -324,10 +324,23 @@ const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<
   return remember(last_of(info), key, std::move(entry));
 }
 
-void learn_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, EntryPtr entry) {
-  auto& c = cache();
+bool is_doubtful(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   auto s = signature(info, args);
-  c.accept(std::move(s));
+  auto& c = cache();
+  if (c.known(s)) return false;
+  bool right = rehearse(info, args);
+  if (right) c.accept(std::move(s));
+  std::lock_guard lock(c.mu);
+  ++c.stats.misses;
+  c.stats.asks += !right;
+  return !right;
+}
+
+void trust(const OpInfo& info, at::ArrayRef<c10::IValue> args) { cache().accept(signature(info, args)); }
+
+void learn_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, EntryPtr entry) {
+  trust(info, args);
+  auto& c = cache();
   std::lock_guard lock(c.mu);
   insert(c, key, entry);
   remember(last_of(info), key, std::move(entry));

@@ -89,6 +89,10 @@ const Entry* find_geometry(const OpInfo& info, const Buffer& key);
 const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args);
 // Runs the operator on miniature CPU tensors here; false when it raises: then only the worker can tell.
 bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args);
+// For an operator with nothing to foretell (lists written in place): whether such a call may be a wrong one, because its first
+// rehearsal raised. Then the worker is asked, and a call that it did is trusted from then on.
+bool is_doubtful(const OpInfo& info, at::ArrayRef<c10::IValue> args);
+void trust(const OpInfo& info, at::ArrayRef<c10::IValue> args);
 // Remembers what the worker told.
 void learn_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, EntryPtr entry);
 

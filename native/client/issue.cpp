@@ -332,6 +332,18 @@ void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::T
   w.end();
 }
 
+namespace {
+
+// PyTorch's autograd counts the versions of a tensor that an operator writes, but not of those in a list.
+void count_versions(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView)) return;
+  for (int i : info.writes)
+    for (const auto& t : args[static_cast<size_t>(i)].toTensorVector())
+      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
 void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
   if (info.uploads_cpu_indices) upload_indices(stack, info.n_args);
   auto args = torch::jit::last(*stack, info.n_args);
@@ -351,10 +363,23 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
       entry = infer_geometry(info, s->key, args);
     }
     if (entry->ask) return ask(info, *s, stack, args, entry->dynamic);
+  } else {
+    bool doubtful;
+    {
+      Issuing issuing;
+      doubtful = is_doubtful(info, args);
+    }
+    if (doubtful) {
+      std::vector<c10::IValue> kept(args.begin(), args.end());
+      ask(info, *s, stack, args, /*dynamic=*/true);
+      if (info.counts_versions) count_versions(info, kept);
+      return trust(info, kept);
+    }
   }
   c10::SmallVector<at::Tensor, 4> outs;
   for (const auto& spec : entry->outs) outs.push_back(make_out(s->worker, spec));
   emit(info, *s, *entry, outs);
+  if (__builtin_expect(info.counts_versions, 0)) count_versions(info, args);
   for (const auto& r : entry->rewrites) {
     const auto& t = args[static_cast<size_t>(r.arg)].toTensor();
     if (t.sizes() == c10::IntArrayRef(r.sizes) && t.strides() == c10::IntArrayRef(r.strides)) continue;

@@ -76,6 +76,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   bool out_variant = false;
   for (int i : writes) out_variant = out_variant || schema.arguments()[static_cast<size_t>(i)].kwarg_only();
   if (out_variant) composite = false;
+  counts_versions = starts_with(name, "aten::_foreach_") && !out_variant && !writes.empty();
   in_place = !structured && !out_variant && !has_new && !asks && !writes.empty();
   rule = find_rule(name, overload);
   // The lengths in the data decide the size of a result, and no tag says so.

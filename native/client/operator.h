@@ -32,6 +32,7 @@ struct OpInfo {
   bool in_place;       // not structured, writes its arguments and gives nothing else
   bool checks_itself;  // structured: its composite raises what is wrong with the arguments
   bool (*rule)(at::ArrayRef<c10::IValue>, struct Entry&);  // or null
+  bool counts_versions;      // writes lists of tensors in place by the CPU's in-place operators, which count each one's version
   bool reads_grad_mode;      // its kernel does other work, and gives other results, where gradients are enabled
   bool uploads_cpu_indices;  // takes Tensor?[] indices, which may be CPU tensors as everywhere in PyTorch
 };

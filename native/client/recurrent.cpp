@@ -1,7 +1,9 @@
-// RNN, GRU and LSTM layers, as eager runs them on the CPU, with gradients from the operators they consist of.
+// RNN, GRU and LSTM layers and the GRU and LSTM cells, as eager runs them on the CPU, with gradients from the operators they
+// consist of.
 //
 // PyTorch's own composites ask whether their input is a CPU tensor: there all steps' inputs are multiplied by the weights at
-// once, and an LSTM without projections is oneDNN's. Elsewhere they multiply step by step, which gives other last bits.
+// once, and an LSTM without projections is oneDNN's. Elsewhere they multiply step by step and ask for fused cells, which
+// gives other last bits, and other version counters, for the CPU's steps write in place.
 // Workers compute on CPUs, so here are the CPU's ways. What these layers would refuse goes to PyTorch's composite, which
 // says so in its own words.
 #include "client/device.h"
@@ -10,8 +12,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/dropout.h>
+#include <ATen/ops/gru_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/gru_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/lstm_cell_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/lstm_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mkldnn_rnn_layer.h>
@@ -90,13 +94,15 @@ State gru_step(const at::Tensor& x, const State& s, const Weights& w) {
 }
 
 // Gates in the order input, forget, cell, output.
-State lstm_step(const at::Tensor& x, const State& s, const Weights& w) {
-  auto gates = w.of_hidden(s.h).add_(x).unsafe_chunk(4, 1);
+State lstm_step_of(const at::Tensor& sum, const State& s, const Weights& w) {
+  auto gates = sum.unsafe_chunk(4, 1);
   auto in = gates[0].sigmoid_(), forget = gates[1].sigmoid_(), cell = gates[2].tanh_(), out = gates[3].sigmoid_();
   auto c = (forget * s.c).add_(in * cell);
   auto h = out * c.tanh();
   return {w.hr.defined() ? at::matmul(h, w.hr.t()) : h, c};
 }
+
+State lstm_step(const at::Tensor& x, const State& s, const Weights& w) { return lstm_step_of(w.of_hidden(s.h).add_(x), s, w); }
 
 // --- a sequence, in one direction --------------------------------------------------------------------------------------
 
@@ -286,7 +292,7 @@ Two simple(const at::Tensor& x, const at::Tensor& hx, at::TensorList params, boo
   if (!fits_full(x, hx, params, l, false, batch_first))
     return otherwise(x, hx, params, biases, layers, dropout, train, bidirectional, batch_first);
   auto [output, h, c] = run({batch_first ? x.transpose(0, 1) : x}, hx, weights_of(params, l, false), l, step);
-  return {batch_first ? output.transpose(0, 1) : output, h};
+  return {batch_first ? output.transpose_(0, 1) : output, h};  // in place: eager counts a version
 }
 
 template <Step step, OtherwisePacked otherwise>
@@ -299,6 +305,39 @@ Two simple_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Tensor
   return {output, h};
 }
 
+// --- the cells -------------------------------------------------------------------------------------------------------------
+
+// Whether a cell's arguments fit together as their composites expect it.
+bool fits_cell(const at::Tensor& x, at::TensorList states, const Weights& w, int64_t gates) {
+  if (!is_ours(x) || x.dim() != 2 || x.numel() == 0 || w.ih.dim() != 2 || w.hh.dim() != 2) return false;
+  int64_t hidden = w.hh.size(1), rows = gates * hidden;
+  auto alike = [&x](const at::Tensor& t) { return t.device() == x.device() && t.scalar_type() == x.scalar_type(); };
+  for (const auto& s : states)
+    if (!alike(s) || s.dim() != 2 || s.size(0) != x.size(0) || s.size(1) != hidden) return false;
+  for (const auto& b : {w.b_ih, w.b_hh})
+    if (b.defined() && (!alike(b) || b.dim() != 1 || b.size(0) != rows)) return false;
+  return alike(w.ih) && alike(w.hh) && w.ih.size(0) == rows && w.ih.size(1) == x.size(1) && w.hh.size(0) == rows;
+}
+
+using Bias = const std::optional<at::Tensor>&;
+
+Weights cell_weights(const at::Tensor& ih, const at::Tensor& hh, Bias b_ih, Bias b_hh) {
+  return {ih, hh, b_ih.value_or(at::Tensor()), b_hh.value_or(at::Tensor()), {}};
+}
+
+Two lstm_cell(const at::Tensor& x, at::TensorList hx, const at::Tensor& ih, const at::Tensor& hh, Bias b_ih, Bias b_hh) {
+  auto w = cell_weights(ih, hh, b_ih, b_hh);
+  if (hx.size() != 2 || !fits_cell(x, hx, w, 4)) return at::compositeimplicitautograd::lstm_cell(x, hx, ih, hh, b_ih, b_hh);
+  auto [h, c] = lstm_step_of(w.of_hidden(hx[0]).add_(w.of_input(x)), {hx[0], hx[1]}, w);
+  return {h, c};
+}
+
+at::Tensor gru_cell(const at::Tensor& x, const at::Tensor& hx, const at::Tensor& ih, const at::Tensor& hh, Bias b_ih, Bias b_hh) {
+  auto w = cell_weights(ih, hh, b_ih, b_hh);
+  if (!fits_cell(x, {hx}, w, 3)) return at::compositeimplicitautograd::gru_cell(x, hx, ih, hh, b_ih, b_hh);
+  return gru_step(w.of_input(x), {hx, {}}, w).h;
+}
+
 }  // namespace
 
 void register_recurrent() {
@@ -306,6 +345,8 @@ void register_recurrent() {
   // In inference mode the autograd keys are skipped, hence both places.
   for (auto key : {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::PrivateUse1}) {
     auto* m = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);  // kept for good
+    m->impl("lstm_cell", TORCH_FN(lstm_cell));
+    m->impl("gru_cell", TORCH_FN(gru_cell));
     m->impl("lstm.input", TORCH_FN(lstm));
     m->impl("lstm.data", TORCH_FN(lstm_packed));
     m->impl("gru.input", TORCH_FN((simple<gru_step, &composite::gru>)));

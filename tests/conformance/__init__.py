@@ -5,6 +5,7 @@ and runs one name in a child process, which gives failures by check (``parts.py`
 
 * ``parts.py``: what a part is, and which there are;
 * ``operators.py``: the part ``operators`` (op_db), with ``samples.py`` (arguments) and ``checks.py`` (ways to call);
+* ``modules.py``, ``layers.py``, ``optimizers.py``, ``foreach.py``: the other parts, with ``cases.py`` for all four;
 * ``observe.py``: what can be seen of a call (values, strides, aliases, exceptions), and how two sides differ;
 * ``compare.py``: runs a call on both sides;
 * ``child.py``: runs names in a process that may crash, and replaces a dead engine;

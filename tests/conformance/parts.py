@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 #: Parts by name, in the order of the report. Imported when asked for: some need seconds to import.
-MODULES = ("operators",)
+MODULES = ("operators", "modules", "layers", "optimizers", "foreach")
 
 
 @dataclass(frozen=True)
