@@ -201,6 +201,8 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 
 #: Fields of the arrays nested in records and messages.
 #: geometry  strides and offset may be nil (row-major, 0); sizes and strides count elements.
+#:           A result may start anywhere in its storage, whose first geometry then is all of it up to the result's last
+#:           element, and may have flags, which the first geometry never has.
 #: tensor    a storage id where the tensor is the storage's first geometry, else a view: [storage, geometry].
 #: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD and maps `nbytes` from `offset`
 #:           privately. The owner leaves them as they are until `token` is released (by a RELEASE with that number as

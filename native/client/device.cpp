@@ -26,16 +26,17 @@ void choose(c10::Device d) {
 
 c10::Device device_at(int worker) { return {kDevice, static_cast<c10::DeviceIndex>(worker)}; }
 
-// Autograd runs the nodes of a graph by their sequence numbers, newest first, and sums gradients in that order. The numbers
-// are counted per thread, which is right on the CPU, where backward runs on the caller's thread; a device has a thread of its
-// own for it. A second derivative's graph, made by both, would be summed in another order than eager's, with other last
-// bits. So a thread that is behind catches up. PyTorch asks for the stream when a node has been made and when one is about to
-// run; hence the first node that the caller makes after a backward pass still has a number from before it.
-void catch_up_with_other_threads() {
-  static std::atomic<uint64_t> newest{0};
-  uint64_t own = at::sequence_number::peek(), other = newest.load(std::memory_order_relaxed);
-  for (; own < other; ++own) at::sequence_number::get_and_increment();
-  while (other < own && !newest.compare_exchange_weak(other, own, std::memory_order_relaxed)) {
+// Autograd works its nodes off by number, the latest first, and so adds gradients up; numbers are counted by each thread for
+// itself. Eager's backward on the CPU runs in the caller's thread: what it makes with create_graph is later than what the
+// forward made. Ours runs in the engine's thread for the device, whose count stands elsewhere, and gradients of gradients
+// would be added up in another order, to other bits. A thread that makes or runs a node of ours therefore takes its count
+// up to the latest one; both ask for a stream.
+void keep_order() {
+  static std::atomic<uint64_t> latest{0};
+  uint64_t mine = at::sequence_number::peek();
+  uint64_t seen = latest.load(std::memory_order_relaxed);
+  for (; mine < seen; ++mine) at::sequence_number::get_and_increment();
+  while (mine > seen && !latest.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
   }
 }
 
@@ -54,13 +55,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (d.has_index()) set_current_worker(d.index());
   }
   c10::Stream getStream(c10::Device d) const override {
-    catch_up_with_other_threads();
+    keep_order();
     return current_stream(d);
   }
   c10::Stream getDefaultStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return new_stream(d); }
   c10::Stream getNewStream(c10::Device d, int) const override { return new_stream(d); }
-  c10::Stream exchangeStream(c10::Stream s) const override { return exchange_stream(s); }
+  c10::Stream exchangeStream(c10::Stream s) const override {
+    keep_order();
+    return exchange_stream(s);
+  }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {
     c10::DeviceCapability all;  // but quantized ones
     auto& has = all.capability_data.supported_scalar_types;

@@ -93,7 +93,7 @@ void insert(Cache& c, const Buffer& key, const EntryPtr& entry) {
   c.young[std::string(reinterpret_cast<const char*>(key.data()), key.size())] = entry;
 }
 
-void add_spec(Entry& e, const at::Tensor& t) { e.outs.push_back(make_spec(t.scalar_type(), t.sizes(), t.strides())); }
+void add_spec(Entry& e, const at::Tensor& t) { e.outs.push_back(make_spec(t)); }
 
 // Reads the results off the stack; false when they cannot be predicted after all.
 bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack) {
@@ -200,7 +200,7 @@ bool added_fits(const OpInfo& info, const Entry& e, at::ArrayRef<c10::IValue> ar
   static const std::unordered_set<std::string> family{"aten::addmm", "aten::addbmm", "aten::baddbmm", "aten::addmv",
                                                       "aten::addr",  "aten::_addmm_activation"};
   if (!family.count(info.name) || e.outs.empty()) return true;
-  return at::is_expandable_to(args[0].toTensor().sizes(), e.outs[0].sizes);
+  return at::is_expandable_to(args[0].toTensor().sizes(), e.outs[0].geometry.sizes);
 }
 
 // Whether the results' shapes depend on the values of the arguments.
@@ -287,13 +287,21 @@ bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   }
 }
 
-OutSpec make_spec(at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-  OutSpec o{dtype, Dims(sizes.begin(), sizes.end()), Dims(strides.begin(), strides.end()), {}};
+namespace {
+
+OutSpec spec_of(Geometry g) {
   Buffer b;
-  put_geometry(b, dtype, sizes, strides, 0, 0);
-  o.wire.assign(b.data(), b.data() + b.size());
-  return o;
+  put_geometry(b, g.dtype, g.sizes, g.strides, g.offset, g.flags);
+  return {std::move(g), std::vector<uint8_t>(b.data(), b.data() + b.size())};
 }
+
+}  // namespace
+
+OutSpec make_spec(at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  return spec_of({dtype, Dims(sizes.begin(), sizes.end()), Dims(strides.begin(), strides.end())});
+}
+
+OutSpec make_spec(const at::Tensor& like) { return spec_of(geometry_of(like)); }
 
 const Entry* find_geometry(const OpInfo& info, const Buffer& key) {
   auto& last = last_of(info);

@@ -29,9 +29,8 @@
 namespace dtorch {
 
 struct OutSpec {
-  at::ScalarType dtype;
-  Dims sizes, strides;
-  std::vector<uint8_t> wire;  // the geometry as it stands in a record
+  Geometry geometry;
+  std::vector<uint8_t> wire;  // the same as it stands in a record
 };
 
 struct ReturnSpec {
@@ -107,5 +106,6 @@ struct GeometryStats {
 GeometryStats geometry_stats();
 
 OutSpec make_spec(at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides);
+OutSpec make_spec(const at::Tensor& like);
 
 }  // namespace dtorch

@@ -84,7 +84,7 @@ at::Tensor read_made(mp::Reader& in, int worker, uint64_t seq) {
   in.array();
   uint64_t id = in.uint();
   auto g = read_geometry(in);
-  auto t = make_tensor(worker, g.dtype, g.sizes, g.strides);
+  auto t = make_result(worker, g);
   auto* ctx = ctx_of(t);
   ctx->id = id;
   ctx->lazy = false;
@@ -123,7 +123,7 @@ bool follow(mp::Reader& in, int arg, const at::Tensor& t) {
 // Keeps what the worker told, so that the next call with this key need not ask.
 void learn(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args, const std::vector<c10::IValue>& results) {
   auto e = std::make_shared<Entry>();
-  auto add = [&](const at::Tensor& t) { e->outs.push_back(make_spec(t.scalar_type(), t.sizes(), t.strides())); };
+  auto add = [&](const at::Tensor& t) { e->outs.push_back(make_spec(t)); };
   for (size_t i = 0; i < results.size(); ++i) {
     const auto& r = info.returns[i];
     int first = static_cast<int>(e->outs.size());

@@ -21,7 +21,7 @@ void check_written(const OpInfo& info, const c10::IValue& v);
 void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs);
 
 // The new tensors an entry promises.
-inline at::Tensor make_out(int worker, const OutSpec& spec) { return make_tensor(worker, spec.dtype, spec.sizes, spec.strides); }
+inline at::Tensor make_out(int worker, const OutSpec& spec) { return make_result(worker, spec.geometry); }
 
 // Appends [ALLOC, ...] when a storage named for the first time is still lazy. Must precede the record that names it.
 void materialise(Session::Writer& w, StorageCtx* ctx);

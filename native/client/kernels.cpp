@@ -6,9 +6,12 @@
 // into several records below autograd, where nothing is gained by it.
 #include "client/device.h"
 
+#include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -56,8 +59,16 @@ at::ScalarType checked_dtype(std::optional<at::ScalarType> dtype) {
   return d;
 }
 
+// In deterministic mode PyTorch fills memory that nothing has written yet.
+bool fills_memory() {
+  const auto& context = at::globalContext();
+  return __builtin_expect(context.deterministicAlgorithms(), 0) && context.deterministicFillUninitializedMemory() &&
+         !Inferring::active();
+}
+
 at::Tensor located(at::Tensor t) {
   if (!Inferring::active()) ctx_of(t)->site = sites::current();
+  if (fills_memory()) at::native::fill_empty_deterministic_(t);
   return t;
 }
 
@@ -163,11 +174,13 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
   if (format && *format != c10::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   size_t need = storage_bytes(impl->sizes(), impl->strides(), impl->storage_offset(), self.element_size());
-  if (need > storage->nbytes()) resize_storage(storage, need, true);
+  size_t before = storage->nbytes();
+  if (need > before) resize_storage(storage, need, true);
   if (whole && ctx->lazy) {  // nobody knows the old geometry: the new one is its first
     ctx->first.sizes.assign(impl->sizes().begin(), impl->sizes().end());
     ctx->first.strides.assign(impl->strides().begin(), impl->strides().end());
   }
+  if (need > before && fills_memory()) at::native::fill_resize_deterministic_(self, static_cast<int64_t>(before));
   return self;
 }
 
@@ -258,7 +271,12 @@ bool forced(const c10::OperatorHandle& op) {
     if (a.alias_info() && !a.alias_info()->isWrite()) return false;  // a view
   }
   bool writes = false;
-  for (const auto& a : schema.arguments()) writes = writes || (a.alias_info() && a.alias_info()->isWrite());
+  for (const auto& a : schema.arguments()) {
+    if (!a.alias_info() || !a.alias_info()->isWrite()) continue;
+    writes = true;
+    // A list given as out=: PyTorch counts the changes of such tensors only where the composite resizes and copies.
+    if (a.kwarg_only() && a.type()->kind() == c10::TypeKind::ListType) return false;
+  }
   if (schema.returns().empty() && !writes) return false;  // a check (_linalg_check_errors): it must look at the value now
   for (const auto& r : schema.returns())
     if (r.type()->str().find("Tensor") == std::string::npos) return false;

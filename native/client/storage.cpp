@@ -176,6 +176,17 @@ at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes)
   return make_tensor(worker, dtype, sizes, row_major(sizes));
 }
 
+at::Tensor make_result(int worker, const Geometry& g) {
+  if (__builtin_expect(g.offset == 0 && g.flags == 0, 1)) return make_tensor(worker, g.dtype, g.sizes, g.strides);
+  auto first = first_of(g);
+  auto t = make_tensor(worker, first.dtype, first.sizes, first.strides);
+  auto* impl = t.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
+  if (g.flags & kFlagConj) impl->_set_conj(true);
+  if (g.flags & kFlagNeg) impl->_set_neg(true);
+  return t;
+}
+
 void resize_storage(c10::StorageImpl* storage, size_t nbytes, bool tell_worker) {
   auto* ctx = ctx_of(storage);
   if (ctx->generation != Session::get().generation()) throw_engine_error("");

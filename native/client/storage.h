@@ -45,6 +45,9 @@ bool is_first(const at::TensorImpl* t, const StorageCtx* ctx);
 at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides);
 at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes);  // row-major
 
+// The same as an operator's result, which may be lazily conjugated or negated and start anywhere in its storage.
+at::Tensor make_result(int worker, const Geometry& g);
+
 // Bytes from the storage's start to the last element.
 size_t storage_bytes(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset, size_t itemsize);
 

@@ -9,6 +9,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "common/msgpack.h"
+#include "common/protocol.h"
 
 namespace dtorch {
 
@@ -69,6 +70,27 @@ inline Geometry read_geometry(mp::Reader& in) {
   if (fields > 3) g.offset = in.integer();
   if (fields > 4) g.flags = static_cast<int>(in.integer());
   return g;
+}
+
+// How a storage is named first (STO-2) whose first tensor is a result of this geometry: by that geometry, but without what
+// is lazy about it, and as a whole where the result does not start at the storage's beginning. Client and worker agree on it.
+inline Geometry first_of(const Geometry& g) {
+  Geometry first{g.dtype, g.sizes, g.strides};
+  if (g.offset == 0) return first;
+  int64_t last = g.offset;
+  bool empty = false;
+  for (size_t i = 0; i < g.sizes.size(); ++i) {
+    empty = empty || g.sizes[i] == 0;
+    last += (g.sizes[i] - 1) * g.strides[i];
+  }
+  first.sizes = {empty ? 0 : last + 1};
+  first.strides = {1};
+  return first;
+}
+
+inline Geometry geometry_of(const at::Tensor& t) {
+  return {t.scalar_type(), Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end()),
+          t.storage_offset(), (t.is_conj() ? kFlagConj : 0) | (t.is_neg() ? kFlagNeg : 0)};
 }
 
 // A CPU tensor on n bytes that somebody else made; `data`'s deleter gives them back. Resizable, as any tensor is.

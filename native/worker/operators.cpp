@@ -245,14 +245,16 @@ void require_plain(const Operator& op, const at::Tensor& t) {
 at::Tensor conform(const Operator& op, at::Tensor t, const Geometry& g) {
   require_plain(op, t);
   auto* impl = t.unsafeGetTensorImpl();
+  int flags = (t.is_conj() ? kFlagConj : 0) | (t.is_neg() ? kFlagNeg : 0);
   if (__builtin_expect(impl->sizes() == c10::IntArrayRef(g.sizes) && impl->strides() == c10::IntArrayRef(g.strides) &&
-                           t.scalar_type() == g.dtype && impl->storage_offset() == 0 && !t.is_conj() && !t.is_neg(), 1))
-    return t;
+                           t.scalar_type() == g.dtype && impl->storage_offset() == g.offset && flags == g.flags, 1))
+    return flags || g.offset ? view_of(t, first_of(g)) : t;
   TORCH_CHECK(t.sizes() == c10::IntArrayRef(g.sizes) && t.scalar_type() == g.dtype, op.name, " gave ", t.toString(),
               t.sizes(), " where ", c10::toString(g.dtype), c10::IntArrayRef(g.sizes),
               " was predicted (a bug of dtorch: its shape inference is wrong for this operator)");
-  at::Tensor as_predicted = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
-  as_predicted.copy_(t);
+  auto first = first_of(g);
+  at::Tensor as_predicted = at::detail::empty_strided_cpu(first.sizes, first.strides, first.dtype);
+  view_of(as_predicted, g).copy_(t);
   return as_predicted;
 }
 

@@ -247,7 +247,7 @@ at::Tensor Executor::find_donor(const Operator& op, mp::Reader args, uint64_t* i
     if (!slot || !slot->first.defined()) continue;
     const auto& t = slot->first;
     auto* impl = t.unsafeGetTensorImpl();
-    if (t.scalar_type() == g.dtype && impl->sizes() == c10::IntArrayRef(g.sizes) &&
+    if (t.scalar_type() == g.dtype && g.offset == 0 && g.flags == 0 && impl->sizes() == c10::IntArrayRef(g.sizes) &&
         impl->strides() == c10::IntArrayRef(g.strides) && t.numel() > 0 && impl->is_non_overlapping_and_dense() &&
         t.storage().nbytes() == bytes_of(t) && t.storage().data_ptr().get_deleter() != &end_borrowed && sole(t))
       return t;
@@ -338,23 +338,9 @@ void Executor::ask(mp::Reader& in) {
   in = args;
   in.skip();
   uint64_t next = in.uint();
-  // The client knows a storage by its first tensor, which starts at its beginning.
-  auto whole = [](const at::Tensor& t) {
-    return t.defined() && (t.storage_offset() != 0 || t.is_conj() || t.is_neg()) ? t.resolve_conj().resolve_neg().clone() : t;
-  };
   if (!cause) {
     try {
       for (const auto& t : fresh) require_plain(*op, t);
-      for (size_t i = 0; i < stack.size(); ++i) {
-        if (op->result_alias[i]) continue;
-        if (stack[i].isTensor()) {
-          stack[i] = whole(stack[i].toTensor());
-        } else if (stack[i].isTensorList()) {
-          auto list = stack[i].toTensorVector();
-          for (auto& t : list) t = whole(t);
-          stack[i] = list;
-        }
-      }
     } catch (...) {
       cause = cause_of("call", op->name, describe_arguments(*op, args, store_), site);
     }
@@ -369,10 +355,11 @@ void Executor::ask(mp::Reader& in) {
   mp::put_array(b, stack.size() + 1);
   auto give = [&](const at::Tensor& t) {
     if (!t.defined()) return mp::put_nil(b);
+    auto g = geometry_of(t);
     mp::put_array(b, 2);
     mp::put_uint(b, next);
-    put_geometry(b, t);
-    made(next++, t, site);
+    dtorch::put_geometry(b, g.dtype, g.sizes, g.strides, g.offset, g.flags);
+    made(next++, g.offset || g.flags ? view_of(t, first_of(g)) : t, site);
   };
   for (size_t i = 0; i < stack.size(); ++i) {
     const auto& v = stack[i];

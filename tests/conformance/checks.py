@@ -114,7 +114,7 @@ def out(op: OpInfo, sample: SampleInput) -> Iterator[tuple[str, Action]]:
     def strided(t: torch.Tensor, device: str) -> torch.Tensor:
         return torch.full([2 * n for n in reversed(t.shape)], 1, dtype=t.dtype, device=device)[
             tuple(slice(None, None, 2) for _ in t.shape)
-        ].permute(*reversed(range(t.dim())))
+        ].permute(tuple(reversed(range(t.dim()))))
 
     def writing(make: Callable[[torch.Tensor, str], torch.Tensor]) -> Action:
         def action(call: Call) -> Any:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from . import samples
-from .call import seed_of
+from .call import Call, seed_of
 from .checks import CHECKS as TABLE
 from .compare import compare
 from .observe import Action, Strictness
 from .parts import At, Found, How
+
+#: Operators whose result is memory that nothing has written. They are called in deterministic mode, in which PyTorch fills
+#: such memory: otherwise there would be no values to compare.
+UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 DTYPES = ("float32", "float64", "bfloat16", "complex64", "int64", "bool")
 CHECKS = tuple(TABLE)
@@ -46,6 +51,17 @@ def _calls(
                 yield "errors", f"call {index}", wrong, action, seed_of(name, index)
 
 
+def _deterministic(action: Action) -> Action:
+    def wrapped(call: Call) -> Any:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return action(call)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return wrapped
+
+
 def run(name: str, how: How, at: At) -> Found:
     dtype = getattr(torch, how.dtype)
     op = samples.operators(dtype)[name]
@@ -54,6 +70,8 @@ def run(name: str, how: How, at: At) -> Found:
     found = Found(samples=len(chosen), of=len(everything))
     for check, case, arguments, action, seed in _calls(op, chosen, how):
         at(f"{check}, {case}")
+        if name in UNWRITTEN:
+            action = _deterministic(action)
         strict = Strictness(how.tolerance, versions=check != "out")
         problem = compare(partial(samples.copy_to, arguments, op=op.name), action, seed, strict)
         found.add(check, case, problem, strict.loosened)
