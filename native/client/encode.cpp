@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "client/generator.h"
+#include "client/issue.h"
 #include "common/protocol.h"
 
 namespace dtorch {
@@ -60,11 +61,33 @@ void Encoder::mismatch(const at::Tensor& t) {
               t.device(), "! (when checking arguments of ", info_.name, ")");
 }
 
+namespace {
+
+// A tensor that stands for zeros gets them, once: PyTorch's kernels for such tensors let few operators through to us.
+void write_zeros(const at::Tensor& t) {
+  auto* ctx = ctx_of(t);
+  if (!ctx->lazy || Inferring::active()) return;
+  static const OpInfo& zero = op_info("aten::zero_", "");
+  const auto& g = ctx->first;
+  auto whole = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(t.storage()),
+                                                        c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                                        c10::scalarTypeToTypeMeta(g.dtype));
+  whole.unsafeGetTensorImpl()->set_sizes_and_strides(g.sizes, g.strides);
+  torch::jit::Stack stack{whole};
+  issue_boxed(zero, &stack);
+}
+
+}  // namespace
+
 void Encoder::arg(const at::Tensor& t) {
   if (!t.defined()) return nil();
   auto* impl = t.unsafeGetTensorImpl();
   if (__builtin_expect(impl->device_type() != kDevice, 0)) return cpu_tensor(t);
-  if (__builtin_expect(impl->layout() != at::kStrided || impl->is_python_dispatch(), 0)) mismatch(t);
+  constexpr auto unusual = c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  if (__builtin_expect(impl->layout() != at::kStrided || impl->key_set().has_any(unusual), 0)) {
+    if (impl->layout() != at::kStrided || impl->is_python_dispatch()) mismatch(t);
+    write_zeros(t);
+  }
   auto* ctx = ctx_of(impl->unsafe_storage().unsafeGetStorageImpl());
   if (s_.worker != ctx->worker) {
     if (s_.worker >= 0) mismatch(t);

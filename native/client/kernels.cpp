@@ -97,13 +97,17 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, s
   return located(make_tensor(worker_of(device), checked_dtype(dtype), sizes, strides));
 }
 
-// Elsewhere a tensor without memory that stands for zeros; here real zeros, for a worker cannot hold one without memory.
+// A tensor that stands for zeros. PyTorch's kernels for such tensors go on without their memory, and autograd leaves out what
+// they would add; the encoder writes the zeros should an operator need them after all (encode.cpp).
 at::Tensor zero_tensor(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<c10::Layout> layout,
                        std::optional<c10::Device> device, std::optional<bool> pin) {
-  static const OpInfo& zero = op_info("aten::zero_", "");
-  auto t = empty(size, dtype, layout, device, pin, std::nullopt);
-  torch::jit::Stack stack{t};
-  issue_boxed(zero, &stack);  // not t.zero_(): that would count as a change of the tensor
+  check_options(layout, pin);
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto d = checked_dtype(dtype);
+  auto memory = make_tensor(worker_of(device), d, sizes);
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1) | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory.storage()), keys, c10::scalarTypeToTypeMeta(d));
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return t;
 }
 
@@ -247,7 +251,8 @@ bool stays_composite(const std::string& name) {
       "aten::copy_",          "aten::_unsafe_view", "aten::lift",           "aten::_lazy_clone", "aten::resize_as_",
       "aten::resize",         "aten::resize_as",    "aten::set",            "aten::_print",      "aten::_reshape_copy",
       "aten::_pack_padded_sequence",                "aten::detach_",        "aten::_assert_async", "aten::record_stream",
-      "aten::unsafe_split",   "aten::unsafe_split_with_sizes"};
+      "aten::unsafe_split",   "aten::unsafe_split_with_sizes",
+      "aten::as_strided_scatter"};  // refuses by requires_grad, which a worker does not see
   std::string_view n = name;
   auto has = [&](std::string_view p) { return n.find(p) != std::string_view::npos; };
   return names.count(name) || has("sparse") || has("_test_") || has("sym_constrain") || has("_assert") || has("nested") ||

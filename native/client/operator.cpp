@@ -66,10 +66,14 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
     }
     returns.push_back(r);
   }
-  // With a CPU kernel beside an explicit composite one, the CPU's results may be laid out otherwise.
-  bool structured = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
-  bool explicit_only = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
-                       !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  // With a CPU kernel beside an explicit composite one, the CPU's results may be laid out otherwise. Structured operators
+  // have both and share the geometry; they are told from the few others (pixel_shuffle) by their out=, which is their own.
+  bool on_cpu = op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+  auto out = c10::Dispatcher::singleton().findSchema({name, overload.empty() ? "out" : overload + "_out"});
+  bool generated = out && out->hasTag(at::Tag::generated);
+  bool structured = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) &&
+                    !(on_cpu && generated);
+  bool explicit_only = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) && !on_cpu;
   composite = structured || explicit_only;
   checks_itself = structured;
   // With out= the composite would resize the caller's own tensor while it infers.

@@ -16,8 +16,8 @@ from .compare import compare
 from .observe import Action, Strictness
 from .parts import At, Found, How
 
-#: Operators whose result is memory that nothing has written. They are called in deterministic mode, in which PyTorch fills
-#: such memory: otherwise there would be no values to compare.
+#: Operators whose result is memory that nothing has written. They are called in deterministic mode, in which PyTorch
+#: fills such memory: otherwise there would be no values to compare.
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 DTYPES = ("float32", "float64", "bfloat16", "complex64", "int64", "bool")

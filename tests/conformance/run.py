@@ -193,6 +193,7 @@ class _Child:
             stdout=self._log,
             stderr=self._log,
             pass_fds=[writing],
+            start_new_session=True,  # an interrupt reaches this process alone, which ends the children itself
             text=True,
         )
         os.close(writing)
