@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Final
 
 #: Raised on every change of a message or record. A changelog line goes with it.
-VERSION: Final = 4
+VERSION: Final = 5
 
 #: Values up to this many bytes travel inside a message; larger ones as a descriptor of a shared segment.
 INLINE_BYTES: Final = 64 * 1024
