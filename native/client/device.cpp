@@ -30,7 +30,8 @@ c10::Device device_at(int worker) { return {kDevice, static_cast<c10::DeviceInde
 // itself. Eager's backward on the CPU runs in the caller's thread: what it makes with create_graph is later than what the
 // forward made. Ours runs in the engine's thread for the device, whose count stands elsewhere, and gradients of gradients
 // would be added up in another order, to other bits. A thread that makes or runs a node of ours therefore takes its count
-// up to the latest one; both ask for a stream.
+// up to the latest one; both ask for a stream. (Only the first node that the caller makes after a backward is numbered before
+// anything of ours is asked: it can still come too early in the order, which shows from the third derivative on.)
 void keep_order() {
   static std::atomic<uint64_t> latest{0};
   uint64_t mine = at::sequence_number::peek();
