@@ -15,3 +15,10 @@ if settings.ROLE.get() == "client":
 
     def __getattr__(name: str) -> object:
         return _api.fallback(name)
+else:
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(
+            f"module 'dtorch' has no attribute {name!r} in a {settings.ROLE.get()} process. A module that workers "
+            "import (dtorch.import_on_workers) defines its operators with torch.library alone and must not use dtorch"
+        )

@@ -1,6 +1,15 @@
 """Stub of the worker's native module (native/worker/module.cpp)."""
 
-def run(api: dict[str, int], dealer_socket: int, worker: int, parent_fd: int, replies_fd: int) -> int: ...
+from collections.abc import Callable
+
+def run(
+    api: dict[str, int],
+    dealer_socket: int,
+    worker: int,
+    parent_fd: int,
+    replies_fd: int,
+    import_module: Callable[[str, str, list[str]], None],
+) -> int: ...
 def install_allocator() -> None: ...
 def allocator_stats() -> dict[str, int]: ...
 def reset_peaks() -> None: ...

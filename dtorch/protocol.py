@@ -118,7 +118,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.PROGRESS: "All sequenced records up to `executed_seq` have been executed; opens the client's window.",
     Message.VALUE: "The answer to FETCH: the elements in row-major order.",
     Message.META: "The answer to ASK: what the operator returned.",
-    Message.DONE: "The answer to SYNC, RNG_GET, STATS, EVENT and READ.",
+    Message.DONE: "The answer to SYNC, RNG_GET, STATS, EVENT, READ and IMPORT.",
     Message.ERROR: "The answer to a request that failed, or whose tensor an earlier failure poisoned.",
     Message.RETURNED: "The worker needs an uploaded segment no longer; the client may fill it again.",
     Message.READY: "The controller answers HELLO; the session is open although workers may still be starting.",
@@ -151,6 +151,7 @@ class Record(IntEnum):
     OPTION = 17
     EVENT = 18
     READ = 19
+    IMPORT = 20
 
 
 #: Fields of every record after [kind, worker], in order.
@@ -174,6 +175,7 @@ RECORD_FIELDS: Final[dict[Record, str]] = {
     Record.OPTION: "name value",
     Record.EVENT: "request",
     Record.READ: "request storage geometry pid fd offset nbytes site",
+    Record.IMPORT: "request site module file paths",
 }
 
 #: What each record does, one sentence each (``docs/protocol.md`` is generated from these tables).
@@ -197,6 +199,7 @@ RECORD_DOCS: Final[dict[Record, str]] = {
     Record.OPTION: "Set a number: `memory_limit`, `lookahead_us`, `record_allocations`, `trace`, ...",
     Record.EVENT: "Answer with DONE carrying the worker's clock in nanoseconds when all before has been executed.",
     Record.READ: "Make a tensor of a part of a file that process `pid` has open as `fd`; answer with DONE.",
+    Record.IMPORT: "Import a Python module; answer with DONE: [name, overload] of each operator that is not PyTorch's.",
 }
 
 #: Fields of the arrays nested in records and messages.

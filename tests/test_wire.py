@@ -28,6 +28,7 @@ from torch import nn
 import dtorch
 from dtorch import protocol
 from dtorch.client import engine as engine_module
+from dtorch.client import imports
 from dtorch.protocol import MESSAGE_FIELDS, RECORD_FIELDS, VERSION, Message, Record
 
 Frames = list[bytes]
@@ -244,6 +245,15 @@ class Reader:
     def _what(self, value: Any) -> None:
         assert value in ("memory", "reset_peak", "reset_accumulated", "empty_cache", "log", "live")
 
+    def _module(self, value: Any) -> None:
+        assert isinstance(value, str) and value
+
+    def _file(self, value: Any) -> None:
+        assert isinstance(value, str) and os.path.isabs(value)
+
+    def _paths(self, value: Any) -> None:
+        assert isinstance(value, list) and all(isinstance(path, str) and os.path.isabs(path) for path in value)
+
     def _lent(self, value: Any) -> None:
         assert type(value) is bool
 
@@ -347,6 +357,9 @@ class Reader:
         assert fields["pid"] == os.getpid()
         dtype, sizes = fields["geometry"][:2]
         assert fields["nbytes"] == DTYPES[dtype].itemsize * math.prod(sizes)
+
+    def _IMPORT(self, worker: int, fields: dict[str, Any]) -> None:
+        self._request_made(worker, fields)
 
     def _STATS(self, worker: int, fields: dict[str, Any]) -> None:
         self._request_made(worker, fields)
@@ -473,6 +486,9 @@ def everything() -> None:
         file.write(safetensors.torch.save({"x": torch.ones(3, 4)}))
         file.flush()
         dtorch.load_file(file.name)["x"].add_(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(imports, "_modules", {})  # not for the engines of other tests
+        dtorch.import_on_workers("colorsys")
     with pytest.raises(dtorch.RemoteError):
         nn.functional.embedding(dtorch.tensor([9]), x).cpu()
     dtorch.synchronize()

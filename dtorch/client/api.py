@@ -33,6 +33,7 @@ from dtorch.client.device_module import (  # noqa: E402
     synchronize,
 )
 from dtorch.client.futures import TensorFuture  # noqa: E402
+from dtorch.client.imports import import_on_workers  # noqa: E402
 from dtorch.client.lifecycle import device_count, init, is_initialized, shutdown  # noqa: E402
 from dtorch.client.loading import load_file, load_model  # noqa: E402
 from dtorch.client.memory import (  # noqa: E402
@@ -109,6 +110,7 @@ __all__ = [
     "empty_cache",
     "get_per_process_memory_fraction",
     "get_rng_state",
+    "import_on_workers",
     "init",
     "is_initialized",
     "live_tensors",

@@ -34,9 +34,16 @@ def at_call(frame: bytes) -> Exception:
     kind, type_name, message = error[:3]
     if kind != "call":
         return _from_error(error)  # not this call's fault: what it reads has failed before
-    known: type[Exception] = getattr(builtins, type_name, RuntimeError)
-    linalg: type[Exception] = torch._C.__dict__["_LinAlgError"]  # public as torch.linalg.LinAlgError, but not to mypy
-    return linalg(message) if type_name == "LinAlgError" else known(message)
+    if type_name == "LinAlgError":
+        linalg: type[Exception] = torch._C.__dict__["_LinAlgError"]  # public in torch.linalg, but not to mypy
+        return linalg(message)
+    known = getattr(builtins, type_name, None)
+    try:
+        if isinstance(known, type) and issubclass(known, Exception):
+            return known(message)
+    except TypeError:  # one that is not made of a text (UnicodeDecodeError)
+        pass
+    return RuntimeError(f"{type_name}: {message}")  # a custom operator's own type, or one that would end the program
 
 
 def too_large(n: int, most: int) -> Exception:

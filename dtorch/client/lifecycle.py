@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from dtorch import _client, settings
-from dtorch.client import engine
+from dtorch.client import engine, imports
 from dtorch.errors import EngineError
 
 _lock: Final = threading.RLock()
@@ -43,12 +43,13 @@ def init(
         memory_limit: bytes that one worker may reserve; by default what the machine (or its control group) has.
             Allocations beyond raise OutOfMemoryError where their value is asked for.
 
-    A second call with the same arguments does nothing.
+    A second call with the same arguments does nothing. After ``import_on_workers`` it waits for the workers' imports.
 
     Raises:
         ValueError: an argument is out of range.
         EngineError: an engine with other arguments is running, or the start failed.
         ControllerDied: the controller ended during the start.
+        RemoteError: a module given to ``import_on_workers`` cannot be imported on a worker.
     """
     global _arguments
     if device not in DEVICES:
@@ -86,6 +87,7 @@ def init(
                 for worker in range(workers):
                     _client.option(worker, "memory_limit", min(memory_limit, 1 << 62))
             _client.seed_all(torch.initial_seed())  # what the program seeded before the engine ran counts
+            imports.repeat()
         except BaseException:
             shutdown()
             raise

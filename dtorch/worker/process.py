@@ -20,6 +20,7 @@ import zmq
 from dtorch import posix, zmq_api
 from dtorch._worker import run
 from dtorch.protocol import VERSION, Message
+from dtorch.worker.imports import import_module
 from dtorch.worker.output import take_output
 
 #: The process that imported this module, which is the fork server; its children see their parent's pid here.
@@ -55,7 +56,7 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     dealer.send(msgpack.packb([Message.WORKER_HELLO, VERSION, worker, os.getpid()]))
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is made by multiprocessing"
-    run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel, replies)
+    run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel, replies, import_module)
     dealer.close()
     context.term()
 

@@ -1,9 +1,13 @@
 // Makes PyTorch know the device: guard, hooks, allocator, kernels. Called once, from module.cpp.
 #pragma once
 
+#include <string>
+
 namespace dtorch {
 void register_device();   // device.cpp: guard, hooks, allocator, generators
 void register_kernels();  // kernels.cpp: hand-written kernels, forced boxed ones, the fallback
+// Has the workers run a custom operator, which they have too, where it would run its device-independent kernel here.
+void run_on_workers(const std::string& name, const std::string& overload);
 void register_hot_kernels();    // hot.cpp: unboxed ones
 void register_whole_kernels();  // whole.cpp: linear and matmul as one record
 void register_cells();          // cells.cpp: one step of LSTM and GRU

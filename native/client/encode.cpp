@@ -217,6 +217,7 @@ void Encoder::ivalue(const c10::IValue& v, size_t index) {
   if (v.isBool()) return by_type ? arg(c10::Scalar(v.toBool())) : arg(v.toBool());
   if (v.isComplexDouble()) {
     auto c = v.toComplexDouble();
+    if (!by_type) s_.key.append(&c, sizeof c);
     return arg(c10::Scalar(c));
   }
   if (v.isSymInt()) return arg(v.toSymInt());
@@ -254,7 +255,7 @@ void Encoder::ivalue(const c10::IValue& v, size_t index) {
     mp::put_array(s_.record, list.size());
     for (size_t i = 0; i < list.size(); ++i) {
       const c10::IValue item = list.get(i);
-      if (item.isScalar()) arg(item.toScalar());
+      if (item.isScalar() && !info_.custom) arg(item.toScalar());
       else ivalue(item, index);
     }
     return;

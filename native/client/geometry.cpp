@@ -5,12 +5,15 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
+
+#include "client/python_error.h"
 
 namespace dtorch {
 
@@ -96,8 +99,9 @@ void insert(Cache& c, const Buffer& key, const EntryPtr& entry) {
 void add_spec(Entry& e, const at::Tensor& t) { e.outs.push_back(make_spec(t)); }
 
 // Reads the results off the stack; false when they cannot be predicted after all.
-bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack) {
+bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack, c10::DeviceType on = kDevice) {
   if (stack.size() != info.returns.size()) return false;
+  auto is_here = [on](const at::Tensor& t) { return t.device().type() == on && t.layout() == at::kStrided; };
   for (size_t i = 0; i < stack.size(); ++i) {
     const auto& r = info.returns[i];
     const auto& v = stack[i];
@@ -108,14 +112,14 @@ bool read_results(const OpInfo& info, Entry& e, const torch::jit::Stack& stack) 
       if (!v.isTensorList()) return false;
       auto list = v.toTensorVector();
       for (auto& t : list) {
-        if (!t.defined() || !is_ours(t)) return false;
+        if (!t.defined() || !is_here(t)) return false;
         add_spec(e, t);
       }
       e.returns.push_back({ReturnSpec::Kind::List, first, static_cast<int>(list.size())});
     } else if (v.isNone() || (v.isTensor() && !v.toTensor().defined())) {
       e.returns.push_back({ReturnSpec::Kind::None, 0, 0});
     } else {
-      if (!v.isTensor() || !is_ours(v.toTensor())) return false;
+      if (!v.isTensor() || !is_here(v.toTensor())) return false;
       add_spec(e, v.toTensor());
       e.returns.push_back({ReturnSpec::Kind::New, first, 1});
     }
@@ -220,11 +224,62 @@ bool depends_on_data(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
 // A backend without kernels of its own: its slot in the dispatch table is the operator's composite kernel.
 constexpr auto kComposite = c10::DispatchKey::IPU;
 
+// A custom operator's results, by its own fake kernel (torch.library.register_fake). Without one, and where the fake kernel
+// raises, which may be because the size depends on the data, the worker is asked each time: nothing says what the result
+// depends on.
+EntryPtr answer_by_fake(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+  bool makes = false;
+  auto written = std::make_shared<Entry>();
+  for (size_t i = 0; i < info.returns.size(); ++i) {
+    const auto* alias = info.handle.schema().returns()[i].alias_info();
+    TORCH_CHECK_NOT_IMPLEMENTED(!alias || alias->isWrite(), "dtorch: ", info.name, " gives a view of an argument. Views exist on the "
+                                "client alone: write the operator with PyTorch's own (CompositeImplicitAutograd), or clone");
+    if (info.returns[i].kind == OpInfo::Result::Alias) written->returns.push_back({ReturnSpec::Kind::Alias, info.returns[i].arg, 1});
+    else makes = true;
+  }
+  if (!makes) return written;
+  auto asking = std::make_shared<Entry>();
+  asking->ask = asking->dynamic = true;
+  if (!info.handle.hasKernelForDispatchKey(c10::DispatchKey::Meta)) return asking;
+  auto fake = [](const at::Tensor& t) -> at::Tensor {
+    if (!t.defined()) return t;
+    return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+  };
+  torch::jit::Stack stack;
+  for (const auto& v : args) {
+    if (v.isTensor()) {
+      stack.emplace_back(fake(v.toTensor()));
+    } else if (v.isTensorList()) {
+      auto list = v.toTensorVector();
+      for (auto& t : list) t = fake(t);
+      stack.emplace_back(std::move(list));
+    } else if (v.isOptionalTensorList()) {
+      auto list = v.toOptionalTensorVector();
+      for (auto& t : list)
+        if (t) t = fake(*t);
+      stack.emplace_back(std::move(list));
+    } else {
+      stack.push_back(v);
+    }
+  }
+  try {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+    info.handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    auto found = std::make_shared<Entry>();
+    if (read_results(info, *found, stack, c10::DeviceType::Meta)) return found;
+  } catch (const std::exception&) {
+    clear_python_error();
+  }
+  return asking;
+}
+
 EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   auto e = std::make_shared<Entry>();
   e->ask = true;
   e->dynamic = depends_on_data(info, args);
   if (e->dynamic) return e;
+  if (info.custom) return answer_by_fake(info, args);
   if (info.rule) {
     auto ruled = std::make_shared<Entry>();
     if (info.rule(args, *ruled)) {

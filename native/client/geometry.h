@@ -9,7 +9,8 @@
 //      results' geometry in C++, allocates them, and calls the out= operator. We run that kernel on the client's tensors
 //      in inference mode (Inferring): allocations make lazy storages and out= operators do nothing. It is the code the
 //      CPU kernel shares, so the strides are eager's. Explicit composites fall apart into such operators;
-//   3. the worker (ASK): it runs the operator and tells. Wrong calls end here too and raise eager's own exception.
+//   3. for an operator that is not PyTorch's own: its fake kernel, which is its kernel for meta tensors;
+//   4. the worker (ASK): it runs the operator and tells. Wrong calls end here too and raise eager's own exception.
 //
 // GEO-1  A cached answer depends on nothing but the key (encode.h).
 // GEO-2  The cache holds at most 2 * kCacheEntries; when full the older half goes.

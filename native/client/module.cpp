@@ -381,6 +381,69 @@ PyObject* py_op_name(PyObject*, PyObject* args) {
   return PyUnicode_FromStringAndSize(name.data(), static_cast<Py_ssize_t>(name.size()));
 }
 
+// All workers import at once; the answers come in the order of `workers`.
+PyObject* py_import_on(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *workers, *paths;
+  const char *module, *file;
+  if (!PyArg_ParseTuple(args, "O!ssO!", &PyList_Type, &workers, &module, &file, &PyList_Type, &paths)) return nullptr;
+  std::vector<std::string> entries;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(paths); ++i) {
+    PyObject* bytes = PyUnicode_EncodeFSDefault(PyList_GET_ITEM(paths, i));
+    if (!bytes) return nullptr;
+    entries.emplace_back(PyBytes_AS_STRING(bytes), static_cast<size_t>(PyBytes_GET_SIZE(bytes)));
+    Py_DECREF(bytes);
+  }
+  std::vector<int> where;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(workers); ++i) {
+    long index = PyLong_AsLong(PyList_GET_ITEM(workers, i));
+    if (index == -1 && PyErr_Occurred()) return nullptr;
+    where.push_back(static_cast<int>(index));
+  }
+  uint32_t site = sites::current();
+  std::vector<std::string> replies;
+  {
+    std::string name = module, origin = file;
+    GilReleased released;
+    auto& session = Session::get();
+    struct Requests : std::vector<RequestPtr> {
+      ~Requests() {
+        for (auto& request : *this) Session::get().forget(request->id);
+      }
+    } requests;
+    for (int worker : where) {
+      session.admit(worker);
+      requests.push_back(session.new_request(worker, site));
+      Session::Writer w(session);
+      w.begin(Record::IMPORT, worker, 5);
+      mp::put_uint(w.buf(), requests.back()->id);
+      mp::put_uint(w.buf(), site);
+      mp::put_str(w.buf(), name);
+      mp::put_str(w.buf(), origin);
+      mp::put_array(w.buf(), entries.size());
+      for (const auto& entry : entries) mp::put_str(w.buf(), entry);
+      w.end();
+    }
+    for (const auto& request : requests) session.wait(request);  // all of them, although one may have failed
+    for (const auto& request : requests) replies.push_back(ask_done(request));
+  }
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(replies.size()));
+  for (size_t i = 0; list && i < replies.size(); ++i)
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i),
+                    PyBytes_FromStringAndSize(replies[i].data(), static_cast<Py_ssize_t>(replies[i].size())));
+  return list;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* py_run_on_workers(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *name, *overload;
+  if (!PyArg_ParseTuple(args, "ss", &name, &overload)) return nullptr;
+  run_on_workers(name, overload);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* py_counters(PyObject*, PyObject*) {
   auto c = Session::get().counters();
   auto g = geometry_stats();
@@ -446,6 +509,8 @@ PyMethodDef methods[] = {
     {"set_device", py_set_device, METH_VARARGS, nullptr},
     {"stats", py_stats, METH_VARARGS, nullptr},
     {"option", py_option, METH_VARARGS, nullptr},
+    {"import_on", py_import_on, METH_VARARGS, nullptr},
+    {"run_on_workers", py_run_on_workers, METH_VARARGS, nullptr},
     {"tell_controller", py_tell_controller, METH_VARARGS, nullptr},
     {"trace_start", py_trace_start, METH_VARARGS, nullptr},
     {"trace_stop", py_trace_stop, METH_NOARGS, nullptr},

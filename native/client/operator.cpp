@@ -5,6 +5,7 @@
 
 #include <c10/util/flat_hash_map.h>
 
+#include <atomic>
 #include <deque>
 #include <mutex>
 #include <string_view>
@@ -25,6 +26,19 @@ Table& table() {
   return *t;
 }
 
+// A library that defines an operator may go (torch.library.Library) and its schema's address serve another: what was known
+// by that address goes too.
+std::atomic<uint64_t> deregistrations{0};
+
+struct Forgetting final : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    auto& t = table();
+    std::lock_guard lock(t.mu);
+    if (t.by_schema.erase(&op.schema())) deregistrations.fetch_add(1, std::memory_order_release);
+  }
+};
+
 }  // namespace
 
 OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), number(number_) {
@@ -35,8 +49,9 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   reads_grad_mode = name == "aten::mkldnn_rnn_layer";
   asks = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 
-  // arange and its kin take their length from Scalars; everywhere else a Scalar's value is only data.
-  bool by_value = starts_with(name, "aten::arange") || starts_with(name, "aten::range");
+  // arange and its kin take their length from Scalars, custom operators may; everywhere else a Scalar's value is only data.
+  custom = !starts_with(name, "aten::");
+  bool by_value = custom || starts_with(name, "aten::arange") || starts_with(name, "aten::range");
   uploads_cpu_indices = false;
   for (size_t i = 0; i < n_args; ++i) {
     const auto& arg = schema.arguments()[i];
@@ -82,17 +97,23 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   if (out_variant) composite = false;
   counts_versions = starts_with(name, "aten::_foreach_") && !out_variant && !writes.empty();
   in_place = !structured && !out_variant && !has_new && !asks && !writes.empty();
+  if (custom) composite = in_place = false;
   rule = find_rule(name, overload);
   // The lengths in the data decide the size of a result, and no tag says so.
   asks = asks || name == "aten::_ctc_loss";
   asks_for_masks = asks && uploads_cpu_indices && composite;
   // Without results and out= (_foreach_add_, _fused_adamw_) there is nothing to predict.
-  infers = has_new || !returns.empty() || out_variant;
+  infers = has_new || !returns.empty() || (out_variant && !custom);
 }
 
 OpInfo& op_info(const c10::OperatorHandle& op) {
   const auto* key = &op.schema();
   static thread_local ska::flat_hash_map<const c10::FunctionSchema*, OpInfo*> seen;
+  static thread_local uint64_t seen_at = 0;
+  if (uint64_t now = deregistrations.load(std::memory_order_acquire); __builtin_expect(now != seen_at, 0)) {
+    seen.clear();
+    seen_at = now;
+  }
   auto it = seen.find(key);
   if (it != seen.end()) return *it->second;
   auto& t = table();
@@ -107,6 +128,13 @@ OpInfo& op_info(const c10::OperatorHandle& op) {
   }
   seen.emplace(key, info);
   return *info;
+}
+
+void watch_operators() {
+  // Kept for good.
+  static auto* registration =
+      new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Forgetting>()));
+  (void)registration;
 }
 
 OpInfo& op_info(const char* name, const char* overload) {

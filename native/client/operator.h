@@ -27,6 +27,7 @@ struct OpInfo {
   std::vector<bool> scalar_by_type;// arguments whose value cannot change the geometry: only their type is in the key
   bool asks;       // results that only the worker can tell: data-dependent shapes, plain values
   bool asks_for_masks;  // an index: its result's shape depends on the data where a mask is among the indices only
+  bool custom;     // not PyTorch's own; its fake kernel, if any, tells its results' geometry
   bool infers;     // has new tensors, or arguments whose sizes must be checked
   bool composite;  // its composite kernel computes the geometry that the CPU kernel gives (geometry.h)
   bool in_place;       // not structured, writes its arguments and gives nothing else
@@ -42,5 +43,7 @@ OpInfo& op_info(const c10::OperatorHandle& op);
 OpInfo& op_info(const char* name, const char* overload);
 // "aten::add.Tensor"; empty for a number that no operator has.
 std::string op_name(uint32_t number);
+// From now on an operator that is deregistered is forgotten.
+void watch_operators();
 
 }  // namespace dtorch

@@ -53,6 +53,11 @@ void check_signals() {
   }
 }
 
+void clear_python_error() {
+  Gil gil;
+  PyErr_Clear();
+}
+
 void throw_if_python_error() {
   Gil gil;
   if (PyErr_Occurred()) {

@@ -29,6 +29,8 @@ class GilReleased {
 bool signals_ok(GilReleased& released);
 // The same where the GIL may or may not be held; throws what a handler raised.
 void check_signals();
+// Drops the Python error that is set on this thread, if any: a kernel written in Python leaves it there when it throws.
+void clear_python_error();
 // Throws the Python error that is set on this thread, if any.
 void throw_if_python_error();
 

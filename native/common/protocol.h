@@ -56,6 +56,7 @@ enum class Record : int {
   OPTION = 17,
   EVENT = 18,
   READ = 19,
+  IMPORT = 20,
 };
 
 enum class Trace : int {

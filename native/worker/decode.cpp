@@ -168,6 +168,11 @@ c10::IValue Decoder::ivalue(const c10::Type& type) {
           for (size_t i = 0; i < n; ++i) list.push_back(in_.boolean());
           return list;
         }
+        case c10::TypeKind::StringType: {
+          c10::List<std::string> list;
+          for (size_t i = 0; i < n; ++i) list.push_back(std::string(in_.str()));
+          return list;
+        }
         case c10::TypeKind::NumberType: {
           c10::impl::GenericList list(c10::NumberType::get());
           for (size_t i = 0; i < n; ++i) list.push_back(scalar());

@@ -124,6 +124,7 @@ class Executor {
   void option(mp::Reader& in);
   void event(mp::Reader& in);
   void read(mp::Reader& in);
+  void import(mp::Reader& in);
 
   // --- the trace (trace.cpp)
   void execute_traced(mp::Reader& in);
@@ -159,6 +160,7 @@ class Executor {
   Store store_;
   Generators generators_;
   std::vector<std::unique_ptr<Operator>> operators_;
+  std::unordered_map<uint64_t, c10::OperatorName> unknown_;  // defined by the client, and by no module imported here
 
   std::deque<std::unique_ptr<Batch>> batches_;
   uint64_t executed_ = 0;  // the last record that ran

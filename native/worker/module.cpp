@@ -7,6 +7,7 @@
 #include "worker/executor.h"
 #include "worker/memory.h"
 #include "worker/pool.h"
+#include "worker/python.h"
 
 namespace {
 
@@ -18,10 +19,11 @@ struct QuietAboutResizing final : c10::WarningHandler {
 };
 
 PyObject* py_run(PyObject*, PyObject* args) {
-  PyObject* dict;
+  PyObject *dict, *importer;
   unsigned long long socket;
   int worker, parent_fd, replies;
-  if (!PyArg_ParseTuple(args, "OKiii", &dict, &socket, &worker, &parent_fd, &replies)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OKiiiO", &dict, &socket, &worker, &parent_fd, &replies, &importer)) return nullptr;
+  dtorch::worker::set_importer(importer);
   static dtorch::zmq::Api api;
   if (!dtorch::read_zmq_api(dict, &api)) return nullptr;
   dtorch::worker::install_allocator();

@@ -86,6 +86,7 @@ Operator::Operator(const c10::OperatorHandle& h) : handle(h) {
   const auto& schema = h.schema();
   name = schema.name();
   reads_grad_mode = name == "aten::mkldnn_rnn_layer";
+  custom = name.rfind("aten::", 0) != 0;
   if (auto silent = kSilentWrites.find(name); silent != kSilentWrites.end()) mutates = silent->second;
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();
   for (size_t i = 0; i < schema.arguments().size(); ++i)
@@ -96,6 +97,44 @@ Operator::Operator(const c10::OperatorHandle& h) : handle(h) {
   unboxed = find_unboxed(schema.name(), schema.overload_name());
   find_twin(*this);
 }
+
+namespace {
+
+// A custom kernel is given names of its own for the store's tensors: what it does to their sizes or strides is its affair.
+at::Tensor renamed(const at::Tensor& t) {
+  if (!t.defined() || !t.has_storage()) return t;
+  Geometry g{t.scalar_type(), Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end()),
+             t.storage_offset(), (t.is_conj() ? kFlagConj : 0) | (t.is_neg() ? kFlagNeg : 0)};
+  return view_of(t, g);
+}
+
+c10::IValue renamed(const c10::IValue& v) {
+  if (v.isTensor()) return renamed(v.toTensor());
+  if (v.isTensorList()) {
+    auto list = v.toTensorVector();
+    for (auto& t : list) t = renamed(t);
+    return list;
+  }
+  return v;
+}
+
+// What a custom kernel gives becomes a storage of its own: it may have handed an argument back, or two views of one tensor.
+c10::IValue owned(const Operator& op, const c10::IValue& v) {
+  auto one = [&op](const at::Tensor& t) {
+    TORCH_CHECK(t.defined(), op.name, " returned None where its schema says Tensor");
+    require_plain(op, t);
+    return sole(t) ? t : t.clone();
+  };
+  if (v.isTensor()) return one(v.toTensor());
+  if (v.isTensorList()) {
+    std::vector<at::Tensor> list;
+    for (const auto& t : v.toTensorVector()) list.push_back(one(t));
+    return list;
+  }
+  return v;
+}
+
+}  // namespace
 
 void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const at::Tensor* donor,
                 std::vector<at::Tensor>& made, std::vector<c10::IValue>* written) {
@@ -108,6 +147,8 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const 
     stack.clear();
     return;
   }
+  if (__builtin_expect(op.custom, 0))
+    for (auto& v : stack) v = renamed(v);
   if (written)
     for (int i : op.writes) written->push_back(stack[static_cast<size_t>(i)]);
   if (donor && sole(*donor) && !d.lazy_bits()) {
@@ -119,6 +160,7 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const 
   op.handle.callBoxed(stack);
   for (size_t i = 0; i < stack.size(); ++i) {
     if (op.result_alias[i]) continue;
+    if (__builtin_expect(op.custom, 0)) stack[i] = owned(op, stack[i]);
     const auto& v = stack[i];
     if (v.isTensor() && v.toTensor().defined()) made.push_back(v.toTensor());
     if (v.isTensorList())
@@ -237,7 +279,8 @@ std::string describe_arguments(const Operator& op, mp::Reader in, Store& store) 
 }
 
 void require_plain(const Operator& op, const at::Tensor& t) {
-  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && t.has_storage() && !t.is_nested() && !t.is_quantized(), "dtorch: ",
+  TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && t.has_storage() && !t.is_nested() && !t.is_quantized() &&
+                                  t.device().is_cpu(), "dtorch: ",
                               op.name, " gives a ", t.toString(), " tensor, and the dtorch device holds dense tensors only. Keep "
                               "such tensors on the CPU: call .cpu() before this operator");
 }
@@ -249,7 +292,10 @@ at::Tensor conform(const Operator& op, at::Tensor t, const Geometry& g) {
   if (__builtin_expect(impl->sizes() == c10::IntArrayRef(g.sizes) && impl->strides() == c10::IntArrayRef(g.strides) &&
                            t.scalar_type() == g.dtype && impl->storage_offset() == g.offset && flags == g.flags, 1))
     return flags || g.offset ? view_of(t, first_of(g)) : t;
-  TORCH_CHECK(t.sizes() == c10::IntArrayRef(g.sizes) && t.scalar_type() == g.dtype, op.name, " gave ", t.toString(),
+  bool fits = t.sizes() == c10::IntArrayRef(g.sizes) && t.scalar_type() == g.dtype;
+  TORCH_CHECK(fits || !op.custom, op.name, " gave ", t.scalar_type(), t.sizes(), " where its fake kernel says ", g.dtype,
+              c10::IntArrayRef(g.sizes), "; correct the one that torch.library.register_fake got");
+  TORCH_CHECK(fits, op.name, " gave ", t.toString(),
               t.sizes(), " where ", c10::toString(g.dtype), c10::IntArrayRef(g.sizes),
               " was predicted (a bug of dtorch: its shape inference is wrong for this operator)");
   auto first = first_of(g);

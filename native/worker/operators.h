@@ -22,6 +22,7 @@ struct Operator {
   enum class Donation { None, Out, InPlace };  // by the out= overload; by the in-place one, where the first argument dies
   Donation donation = Donation::None;
   std::optional<c10::OperatorHandle> twin;     // that overload
+  bool custom = false;             // not PyTorch's own: what it gives is not taken on trust
   bool reads_grad_mode = false;    // see OpInfo: to be run with gradients enabled where the client has them so
   std::vector<bool> result_alias;  // per result: it is a written argument
   std::vector<uint8_t> tensors;    // for the trace, which fills it (trace.cpp)
@@ -51,7 +52,8 @@ void describe(std::ostream& out, at::ScalarType dtype, c10::IntArrayRef sizes);
 // "(Tensor[float32, (2, 3)], 1, None)" for error messages, read from the record.
 std::string describe_arguments(const Operator& op, mp::Reader args, Store& store);
 
-// Throws NotImplementedError for a sparse, nested, quantized or opaque result: it has no place in the store.
+// Throws NotImplementedError for a sparse, nested, quantized or opaque result, or one on another device: it has no place in
+// the store.
 void require_plain(const Operator& op, const at::Tensor& made);
 
 // The tensor as the client predicted it: same bytes, its strides; throws when sizes or dtype differ.

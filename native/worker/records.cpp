@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <sys/resource.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 #include "worker/executor.h"
 #include "worker/memory.h"
 #include "worker/pool.h"
+#include "worker/python.h"
 
 namespace dtorch::worker {
 
@@ -119,8 +121,11 @@ CausePtr Executor::cause_of(const char* kind, const std::string& op, const std::
   } catch (const mp::FormatError&) {
     throw;  // the stream cannot be trusted any more (EXE-4)
   } catch (const std::exception& e) {
+    if (auto raised = python_error_of(e)) return make_cause(kind, raised->type, raised->message, op, shapes, site);
     std::string type = type_of(e);
     return make_cause(type == "OutOfMemoryError" ? "memory" : kind, type, text_of(e), op, shapes, site);
+  } catch (...) {
+    return make_cause(kind, "RuntimeError", "it threw what is no std::exception", op, shapes, site);
   }
 }
 
@@ -198,13 +203,21 @@ void Executor::execute(mp::Reader& in) {
     case Record::OPTION: return option(in);
     case Record::EVENT: return event(in);
     case Record::READ: return read(in);
+    case Record::IMPORT: return import(in);
     case Record::RELEASE: break;  // never in a batch's records: the controller takes them out
   }
   throw mp::FormatError("the worker has no use for record " + std::to_string(static_cast<int>(kind)));
 }
 
 Operator& Executor::operator_at(uint64_t number) {
-  TORCH_CHECK(number < operators_.size() && operators_[number], "operator ", number, " was never defined (a bug of dtorch)");
+  if (number < operators_.size() && operators_[number]) return *operators_[number];
+  auto it = unknown_.find(number);
+  TORCH_CHECK(it != unknown_.end(), "operator ", number, " was never defined (a bug of dtorch)");
+  auto handle = c10::Dispatcher::singleton().findSchema(it->second);  // imported since?
+  TORCH_CHECK_NOT_IMPLEMENTED(handle, "worker ", worker_, " has no operator ", it->second, ": no module imported there defines "
+                              "it. Call dtorch.import_on_workers(\"MODULE\") with the name of the Python module that does");
+  unknown_.erase(it);
+  operators_[number] = std::make_unique<Operator>(*handle);
   return *operators_[number];
 }
 
@@ -216,6 +229,7 @@ void Executor::define_op(mp::Reader& in) {
   auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   // Unknown here (a custom operator of a module the worker has not imported): using it fails, defining it does not.
   if (handle) operators_[number] = std::make_unique<Operator>(*handle);
+  else unknown_.insert_or_assign(number, c10::OperatorName(name, overload));
 }
 
 void Executor::made(uint64_t storage, at::Tensor t, uint64_t site) {
@@ -266,7 +280,7 @@ void Executor::op(mp::Reader& in) {
   try {
     if (executed_ + 1 == received_ && lookahead_ns_) look_ahead(args);
     Decoder d(in, store_, generators_);
-    if (!op) operator_at(number);
+    if (__builtin_expect(!op, 0)) op = &operator_at(number);
     if (op->twin && dying_at(*batches_.front(), executed_ + 1) >= 0) donor = find_donor(*op, args, &donor_id);
     if (__builtin_expect(!loans_.empty(), 0) && !op->mutates.empty())
       for (uint64_t storage : written_storages(*op, args)) before_write(storage);
@@ -292,8 +306,9 @@ void Executor::op(mp::Reader& in) {
   }
   size_t n = in.array();
   if (!cause && n != made_.size())
-    cause = make_cause("internal", "RuntimeError",
-                       "gave " + std::to_string(made_.size()) + " results where " + std::to_string(n) + " were predicted",
+    cause = make_cause(op->custom ? "op" : "internal", "RuntimeError",
+                       "gave " + std::to_string(made_.size()) + " results where " + std::to_string(n) +
+                           (op->custom ? " are what its fake kernel says" : " were predicted"),
                        op->name, describe_arguments(*op, args, store_), site);
   for (size_t i = 0; i < n; ++i) {
     in.array();
@@ -304,7 +319,7 @@ void Executor::op(mp::Reader& in) {
         made(storage, conform(*op, std::move(made_[i]), geometry), site);
         continue;
       } catch (...) {
-        cause = cause_of("internal", op->name, describe_arguments(*op, args, store_), site);
+        cause = cause_of(op->custom ? "op" : "internal", op->name, describe_arguments(*op, args, store_), site);
         note_failure(cause);
       }
     }
@@ -325,7 +340,7 @@ void Executor::ask(mp::Reader& in) {
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
     Decoder d(in, store_, generators_);
-    operator_at(number);
+    op = &operator_at(number);
     std::optional<at::AutoGradMode> gradients;
     if (op->reads_grad_mode) gradients.emplace(grad_mode_);
     if (!loans_.empty())
@@ -770,6 +785,42 @@ void Executor::stats(mp::Reader& in) {
     }
   }
   answer(b);
+}
+
+// Operators that came after PyTorch's own: what a worker has at its first import is PyTorch's.
+void Executor::import(mp::Reader& in) {
+  uint64_t request = in.uint(), site = in.uint();
+  auto module = in.str(), file = in.str();
+  std::vector<std::string_view> paths;
+  for (size_t n = in.array(); n-- > 0;) paths.push_back(in.str());
+  auto& dispatcher = c10::Dispatcher::singleton();
+  static const auto own = [&] {
+    std::unordered_set<std::string> names;
+    for (auto& n : dispatcher.getAllOpNames()) names.insert(c10::toString(n));
+    return names;
+  }();
+  std::optional<PythonError> error;
+  {
+    c10::InferenceMode as_a_program(false);
+    error = import_module(module, file, paths);
+  }
+  if (error)
+    return answer_error(request, make_cause("op", error->type, error->message, "import of " + std::string(module), "", site));
+  std::vector<c10::OperatorName> fresh;
+  for (auto& n : dispatcher.getAllOpNames())
+    if (!own.count(c10::toString(n))) fresh.push_back(n);
+  Buffer b;
+  mp::put_array(b, 4);
+  b.push(static_cast<uint8_t>(Message::DONE));
+  mp::put_uint(b, request);
+  mp::put_int(b, worker_);
+  mp::put_array(b, fresh.size());
+  for (auto& n : fresh) {
+    mp::put_array(b, 2);
+    mp::put_str(b, n.name);
+    mp::put_str(b, n.overload_name);
+  }
+  reply(b);
 }
 
 void Executor::option(mp::Reader& in) {
