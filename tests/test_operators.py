@@ -779,19 +779,6 @@ def _conv_channels_last(on: Device) -> list[Any]:
     return [conv.weight, conv(channels_last(on(2, 3, 6, 6))), conv(on(2, 3, 6, 6))]
 
 
-#: Layers whose composites ask whether they run on the CPU and go another way there.
-OTHER_BITS = {
-    "group_norm_channels_last": "the gradient's formula keeps channels_last on the CPU alone",
-}
-
-
-def expect_other_bits(request: pytest.FixtureRequest) -> None:
-    """Mark the running test as one that must fail, if it is one of OTHER_BITS."""
-    reason = OTHER_BITS.get(request.node.callspec.id)
-    if reason:
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
-
-
 @named(
     linear_1d=_layer(lambda: nn.Linear(8, 4), (8,)),
     linear=_layer(lambda: nn.Linear(8, 4), (5, 8)),
@@ -856,8 +843,7 @@ def expect_other_bits(request: pytest.FixtureRequest) -> None:
     ),
     decoder_layer=_layer(lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0), (5, 2, 8), (6, 2, 8)),
 )
-def test_layers(program: Program, request: pytest.FixtureRequest) -> None:
-    expect_other_bits(request)
+def test_layers(program: Program) -> None:
     same(program)
 
 
@@ -866,6 +852,43 @@ def _eval_encoder(on: Device) -> Any:
     mask = nn.Transformer.generate_square_subsequent_mask(5, device=on.name)
     with torch.no_grad():
         return [layer(on(2, 5, 8)), layer(on(2, 5, 8), src_mask=mask, is_causal=True)]
+
+
+def _padded_encoder(on: Device) -> Any:
+    """Evaluation packs what is not padding into a nested tensor, if it stands on the left."""
+    encoder = on.module(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)).eval()
+    left = torch.arange(5) >= torch.tensor([[5], [3], [1]])
+    results = []
+    with torch.no_grad():
+        for padding in (left, left.flip(1), left[1:2], left[:1]):
+            x = on(padding.shape[0], 5, 8)
+            results += [encoder(x, src_key_padding_mask=on.put(padding)), x]
+        nested = torch._nested_tensor_from_mask(on(3, 5, 8), on.put(~left))
+        results += [nested.to_padded_tensor(2.0), nested.to_padded_tensor(-1.0, (4, 6, 9)), nested.is_nested]
+    return results
+
+
+def _group_norm_channels_last(on: Device) -> Any:
+    """Its gradient, and the gradient of that."""
+    layer = on.module(lambda: nn.GroupNorm(2, 4))
+    x = on(2, 4, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
+    (g,) = torch.autograd.grad(layer(x).exp().sum(), x, create_graph=True)
+    g.square().sum().backward()
+    plain = on.module(lambda: nn.GroupNorm(2, 4, affine=False))  # once: its second gradient ends eager itself
+    (first,) = torch.autograd.grad(plain(x).exp().sum(), x)
+    return [g, x.grad, [p.grad for p in layer.parameters()], layer(x.detach()), first]
+
+
+def _histc(on: Device) -> Any:
+    """Of floats as on the CPU; whole numbers are for accelerators."""
+    x = on.indices(8, 50)
+    kinds = [torch.float32] if on.name == "cpu" else [torch.float32, torch.int32, torch.int64, torch.uint8]
+    counts = [torch.histc(x.to(kind), 8, 0, 7) for kind in kinds]
+    outs = [torch.histc(x.to(kind), 4, 0, 8, out=torch.empty(0, dtype=kind, device=on.name)) for kind in kinds]
+    assert [count.dtype for count in counts + outs] == kinds * 2
+    assert all((count == counts[0]).all() for count in counts)
+    assert all((count == outs[0]).all() for count in outs)
+    return [counts[0], outs[0]]
 
 
 def _attention_weights(on: Device) -> Any:
@@ -916,14 +939,16 @@ def _running_statistics(on: Device) -> Any:
 
 @named(
     eval_encoder=_eval_encoder,
+    padded_encoder=_padded_encoder,
+    group_norm_channels_last_twice=_group_norm_channels_last,
+    histc=_histc,
     attention_weights=_attention_weights,
     embeddings=_embeddings,
     packed_sequence=_packed,
     weight_norm=_spectral,
     running_statistics=_running_statistics,
 )
-def test_layers_as_programs_use_them(program: Program, request: pytest.FixtureRequest) -> None:
-    expect_other_bits(request)
+def test_layers_as_programs_use_them(program: Program) -> None:
     same(program)
 
 

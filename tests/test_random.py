@@ -35,6 +35,14 @@ def _threads() -> Iterator[None]:
         yield
 
 
+def _dropped(on: Device, dtype: torch.dtype) -> list[torch.Tensor]:
+    x = on(400, dtype=dtype).requires_grad_()
+    y = F.dropout(x, 0.3)
+    y.backward(on(400, dtype=dtype))
+    assert x.grad is not None
+    return [y, x.grad]
+
+
 DRAWS: dict[str, Callable[[Device], Any]] = {
     "rand": lambda on: [torch.rand(n, device=on.name) for n in (3, 5, 100)],
     "rand_double": lambda on: torch.rand(20, dtype=torch.float64, device=on.name),
@@ -55,6 +63,7 @@ DRAWS: dict[str, Callable[[Device], Any]] = {
     "binomial": lambda on: torch.binomial(on(9).abs().round() + 3, on(9).sigmoid()),
     "gamma": lambda on: [torch._standard_gamma(on(9).abs()), torch._sample_dirichlet(on(3, 4).abs())],
     "dropout": lambda on: [F.dropout(on(30), 0.4), F.dropout(on(3, 4).t()), F.dropout2d(on(2, 3, 2, 2))],
+    "dropout_gradient": lambda on: [_dropped(on, t) for t in (torch.bfloat16, torch.float16, torch.float32)],
     "alpha_dropout": lambda on: F.alpha_dropout(on(9), training=True),
     "dropout_in_place": lambda on: F.dropout(on(30), 0.4, inplace=True),
     "rrelu": lambda on: F.rrelu(on(9), training=True),

@@ -11,6 +11,8 @@ void run_on_workers(const std::string& name, const std::string& overload);
 void register_hot_kernels();    // hot.cpp: unboxed ones
 void register_whole_kernels();  // whole.cpp: linear and matmul as one record
 void register_cells();          // cells.cpp: one step of LSTM and GRU
+void register_counts();         // counts.cpp: histc of whole numbers
 void register_recurrent();      // recurrent.cpp: RNN, LSTM and GRU layers
+void register_nested();         // nested.cpp: the padded batches of nn.TransformerEncoder
 void register_autocast();       // autocast.cpp
 }  // namespace dtorch

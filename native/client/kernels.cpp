@@ -346,8 +346,10 @@ void register_kernels() {
   register_hot_kernels();
   register_whole_kernels();
   register_cells();
+  register_counts();
   register_recurrent();
   register_autocast();
+  register_nested();
 
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
