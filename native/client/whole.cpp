@@ -67,9 +67,10 @@ at::Tensor matmul(const at::Tensor& a, const at::Tensor& b) {
 // native_group_norm of a channels_last input, with the gradient that eager has on the CPU: PyTorch's own formula keeps the
 // layout of input and gradient there, and makes them contiguous on any other device, which gives other bits.
 struct ChannelsLastGroupNorm : torch::autograd::Function<ChannelsLastGroupNorm> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
-                            const at::Tensor& bias, int64_t groups, double eps) {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const std::optional<at::Tensor>& w,
+                            const std::optional<at::Tensor>& b, int64_t groups, double eps) {
     at::AutoDispatchBelowADInplaceOrView below;
+    at::Tensor weight = w.value_or(at::Tensor()), bias = b.value_or(at::Tensor());
     auto [y, mean, rstd] = normalised(x, weight, bias, groups, eps);
     ctx->save_for_backward({x, weight, bias, mean, rstd});
     ctx->saved_data["groups"] = groups;
@@ -82,7 +83,9 @@ struct ChannelsLastGroupNorm : torch::autograd::Function<ChannelsLastGroupNorm> 
     const auto &x = saved[0], &weight = saved[1], &bias = saved[2];
     int64_t groups = ctx->saved_data["groups"].toInt();
     if (!grads[0].defined()) return {{}, {}, {}, {}, {}};
-    std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
+    std::array<bool, 3> wanted{};
+    for (size_t i = 0, edge = 0; i < 3; ++i)  // a weight that is left out has no edge in the graph
+      if (saved[i].defined()) wanted[i] = ctx->needs_input_grad(edge++);
     if (at::GradMode::is_enabled()) {  // create_graph=True: PyTorch's own formula is then the same for all devices
       torch::autograd::variable_list inputs, found, all(5);
       for (size_t i = 0; i < 3; ++i)
@@ -117,12 +120,13 @@ at::Tensor group_norm(const at::Tensor& x, int64_t groups, const std::optional<a
   if (format == at::MemoryFormat::Contiguous || groups <= 0 || x.size(1) % groups != 0)
     return at::native::group_norm(x, groups, weight, bias, eps, cudnn);
   auto contiguous = [](const std::optional<at::Tensor>& t) { return t && t->defined() ? t->contiguous() : at::Tensor(); };
+  auto given = [](const at::Tensor& t) { return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt; };
   auto input = x.contiguous(format);
   at::Tensor w = contiguous(weight), b = contiguous(bias);
   auto forward_mode = [](const at::Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); };
   auto learns = [](const at::Tensor& t) { return t.defined() && wants_grad(t); };
   if ((learns(input) || learns(w) || learns(b)) && !forward_mode(input) && !forward_mode(w) && !forward_mode(b))
-    return ChannelsLastGroupNorm::apply(input, w, b, groups, eps);
+    return ChannelsLastGroupNorm::apply(input, given(w), given(b), groups, eps);
   return std::get<0>(ChannelsLastGroupNorm::normalised(input, w, b, groups, eps));
 }
 
