@@ -1,8 +1,8 @@
 """PyTorch's optimizers (optim_db): each configuration in each implementation, several steps on a small model.
 
 Parameters, gradients and the optimizer's state are compared after four steps. An implementation is what a keyword
-chooses: none, foreach, fused, capturable or differentiable. Eager refuses ``capturable`` for parameters on the CPU, by
-a list of devices and for no other reason; the eager side therefore runs with that list extended.
+chooses: none, foreach, fused, capturable or differentiable. Two lists of devices in torch.optim say where capturable
+ones may be, and where foreach is taken if nobody chooses; the CPU is in neither. Eager runs with the CPU in both.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ DTYPES = ("float32", "float64", "bfloat16", "complex64")
 IMPLEMENTATIONS = ("plain", "default", "foreach", "fused", "capturable", "capturable_foreach", "differentiable")
 CHECKS = (*IMPLEMENTATIONS, "closure", "groups", "state_dict", "scheduler", "errors")
 STEPS = 4
+#: Numbers in an optimizer's state that may be tensors on the CPU whatever the device ("t" is LBFGS' rate).
+ON_CPU = ("step", "eta", "mu", "mu_product", "t")
 
 OPTIMIZERS: dict[str, OptimizerInfo] = {info.name: info for info in optim_db}
 
@@ -65,9 +67,14 @@ def _inputs(info: OptimizerInfo, implementation: str) -> list[OptimizerInput]:
 
 
 @contextlib.contextmanager
-def _capturable_on_cpu(info: OptimizerInfo) -> Iterator[None]:
+def _as_on_a_device(info: OptimizerInfo) -> Iterator[None]:
+    """Lets the CPU be among the devices with capturable optimizers, and with foreach where nobody chooses."""
     name = "_get_capturable_supported_devices"
     with contextlib.ExitStack() as stack:
+        foreach = mock.patch.object(
+            torch.optim.optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "dtorch"]
+        )
+        stack.enter_context(foreach)
         for module in {sys.modules[kind.__module__] for kind in info.optim_cls.__mro__}:  # type: ignore[attr-defined]
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, lambda *_, **__: ["cpu", "dtorch"]))
@@ -122,12 +129,12 @@ class Training:
         self.optimizer.step()
 
     def seen(self) -> Any:
-        """Parameters and state; ``step``, which may be a tensor on the CPU whatever the device, as a number."""
+        """Parameters and state; what may be on the CPU whatever the device, as numbers."""
         return [p.detach() for p in self.params], [dict(sorted(self._state(p).items())) for p in self.params]
 
     def _state(self, p: torch.Tensor) -> dict[str, Any]:
         def plain(key: str, value: Any) -> Any:
-            return value.item() if key in ("step", "eta", "mu", "mu_product") and torch.is_tensor(value) else value
+            return value.item() if key in ON_CPU and torch.is_tensor(value) else value
 
         return {key: plain(key, value) for key, value in self.optimizer.state.get(p, {}).items()}
 
@@ -210,7 +217,7 @@ def _cases(info: OptimizerInfo, how: How, found: Found) -> Iterator[Case]:
 
     def case(check: str, words: str, do: Callable[..., Any], kwargs: dict[str, Any], *more: Any) -> Case:
         def action(call: Call) -> Any:
-            with _capturable_on_cpu(info):
+            with _as_on_a_device(info):
                 return do(info, kwargs, call, *more)
 
         return Case(check, words, numbers, action, seed)
