@@ -952,7 +952,7 @@ def test_layers_as_programs_use_them(program: Program) -> None:
 
 
 def test_the_gradient_of_a_channels_last_group_norms_gradient() -> None:
-    """Not bit by bit: the first gradient's graph comes from another formula, and its terms are added in another order."""
+    """Not bit by bit: the first gradient's graph comes from another formula, summed in another order."""
 
     def second(device: str) -> list[torch.Tensor]:
         layer = nn.GroupNorm(2, 4)
