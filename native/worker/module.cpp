@@ -27,6 +27,7 @@ PyObject* py_run(PyObject*, PyObject* args) {
   static dtorch::zmq::Api api;
   if (!dtorch::read_zmq_api(dict, &api)) return nullptr;
   dtorch::worker::install_allocator();
+  dtorch::worker::register_nested();
   static QuietAboutResizing warnings;
   c10::WarningUtils::set_warning_handler(&warnings);
   std::string failure;

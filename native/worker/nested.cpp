@@ -7,6 +7,8 @@
 #include <ATen/ops/to_padded_tensor_ops.h>
 #include <torch/library.h>
 
+#include "worker/operators.h"
+
 namespace dtorch::worker {
 
 namespace {
@@ -35,7 +37,13 @@ at::Tensor encoder_layer(const at::Tensor& padded, c10::IntArrayRef lengths, int
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(dtorch, m) { m.def(kEncoderLayer); }
-TORCH_LIBRARY_IMPL(dtorch, CPU, m) { m.impl("encoder_layer_of_lengths", TORCH_FN(encoder_layer)); }
+// Not when the module is loaded: a client that loads this module beside its own has the operator already.
+void register_nested() {
+  using torch::Library;
+  static auto* fragment = new Library(Library::FRAGMENT, "dtorch", std::nullopt, __FILE__, __LINE__);  // kept for good
+  fragment->def(kEncoderLayer);
+  static auto* kernels = new Library(Library::IMPL, "dtorch", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  kernels->impl("encoder_layer_of_lengths", TORCH_FN(encoder_layer));
+}
 
 }  // namespace dtorch::worker

@@ -59,4 +59,7 @@ void require_plain(const Operator& op, const at::Tensor& made);
 // The tensor as the client predicted it: same bytes, its strides; throws when sizes or dtype differ.
 at::Tensor conform(const Operator& op, at::Tensor made, const Geometry& predicted);
 
+// Makes known the operator of common/nested.h; once, in a worker.
+void register_nested();
+
 }  // namespace dtorch::worker
