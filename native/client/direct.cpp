@@ -51,7 +51,7 @@ Direct::Read Direct::read(const PeerPtr& peer, Packet& to) {
       return Read::Packet;
     }
     to.done();
-    return n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) ? Read::Nothing : Read::Gone;
+    return n == 0 || errno == ECONNRESET || errno == EPIPE ? Read::Gone : Read::Nothing;
   }
 }
 
@@ -74,7 +74,12 @@ void Direct::drop(const PeerPtr& peer) {
 void Direct::accept_all() {
   for (;;) {
     int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0) return;
+    if (fd < 0) {
+      // Without a descriptor to spare nobody more is taken in: not acknowledged, they answer by way of the controller.
+      if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR && errno != ECONNABORTED)
+        epoll_ctl(epoll_, EPOLL_CTL_DEL, listener_, nullptr);
+      return;
+    }
     strangers_.push_back(std::make_shared<Peer>(fd));
     watch(*strangers_.back(), true);
   }
@@ -91,6 +96,7 @@ void Direct::introduce(const PeerPtr& peer, const std::vector<uint8_t>& packet) 
   std::erase(strangers_, peer);
   peer->worker = static_cast<int>(worker);
   peers_[worker] = peer;
+  [[maybe_unused]] auto n = send(peer->fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL);  // the acknowledgement
 }
 
 bool Direct::take(Packet& to) {

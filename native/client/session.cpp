@@ -276,7 +276,7 @@ void Session::flusher() {
 void Session::add_upload(Writer&, int worker, WorkerState::Upload upload) {
   auto& w = state_[static_cast<size_t>(worker)];
   if (upload.ours) counters_.upload_bytes += upload.size;
-  if (!active_.load() || !w.dead.empty()) return;  // nobody will ever report progress past it
+  if (!active_.load() || !w.dead.empty()) return spares().worker_died(worker);  // nobody will ever report progress past it
   uploading_.fetch_add(upload.size, std::memory_order_relaxed);
   w.uploads.push_back(std::move(upload));
   uploads_.fetch_add(1, std::memory_order_relaxed);
@@ -430,7 +430,6 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
     GilReleased released;
     Direct::Waiting waiting(direct, r->worker);
     Direct::Packet packet;
-    bool others = false;  // something that the reply thread has to tell Python of
     while (pending()) {
       int ms = -1;
       if (timeout_s >= 0) {
@@ -444,7 +443,7 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
       if (n > 0) {
         Received unused;
         while (items[1].revents && pending() && waiting.take(packet))
-          others = handle(packet.bytes.data(), packet.bytes.size(), &unused) || others;
+          if (handle(packet.bytes.data(), packet.bytes.size(), &unused)) direct->nudge();  // there is more to tell Python
         if (items[0].revents) event.drain();
         continue;
       }
@@ -460,7 +459,6 @@ bool Session::wait(const RequestPtr& r, double timeout_s) {
       }
     }
     packet.done();
-    if (others) direct->nudge();
   }
   {
     std::lock_guard lock(mu_);

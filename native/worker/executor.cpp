@@ -66,7 +66,11 @@ void Executor::drain() {
 
 // Straight to the client where that goes at once, else by way of the controller, which keeps what has no reader yet.
 void Executor::answer(const Buffer& b) {
-  if (replies_ >= 0 && b.size() <= kDirectBytes) {
+  if (replies_ >= 0 && __builtin_expect(!acknowledged_, 0)) {
+    char said;
+    acknowledged_ = recv(replies_, &said, 1, MSG_DONTWAIT) == 1;
+  }
+  if (acknowledged_ && replies_ >= 0 && b.size() <= kDirectBytes) {
     ssize_t n;
     do n = send(replies_, b.data(), b.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     while (n < 0 && errno == EINTR);

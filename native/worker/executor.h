@@ -85,7 +85,7 @@ class Executor {
   void receive_one(zmq::Frame& head);
   void take_batch(mp::Reader& head, std::unique_ptr<Batch> batch, zmq::Frame& releases);
   void reply(const Buffer& b) { zmq::send(api_, socket_, b.data(), b.size(), 0); }  // to the controller
-  void answer(const Buffer& b);  // to the client: VALUE, META, DONE, ERROR
+  void answer(const Buffer& b);  // to the client: VALUE, META, DONE, ERROR, RETURNED
 
   // --- releases
   void release(uint64_t storage, uint64_t last_seq);
@@ -151,6 +151,7 @@ class Executor {
   const int worker_;
   const int parent_fd_;
   int replies_;
+  bool acknowledged_ = false;  // the client reads what we send there
   bool exit_ = false, parent_gone_ = false;
   bool grad_mode_ = false;  // the client's, for the operators that read it
   // Memory of others that is not needed any more, not said yet: the token and whose it is. Of the client: a spare's number.

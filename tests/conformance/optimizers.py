@@ -72,7 +72,7 @@ def _as_on_a_device(info: OptimizerInfo) -> Iterator[None]:
     name = "_get_capturable_supported_devices"
     with contextlib.ExitStack() as stack:
         foreach = mock.patch.object(
-            torch.optim.optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "dtorch"]
+            sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cpu", "dtorch"]
         )
         stack.enter_context(foreach)
         for module in {sys.modules[kind.__module__] for kind in info.optim_cls.__mro__}:  # type: ignore[attr-defined]
