@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -104,3 +105,12 @@ def eager_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+#: What a test compares: a function of the device that its inputs are made on.
+Program = Callable[[Device], Any]
+
+
+def named(**programs: Program) -> pytest.MarkDecorator:
+    """Run the test with each program, under its name."""
+    return pytest.mark.parametrize("program", programs.values(), ids=programs.keys())

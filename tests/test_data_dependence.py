@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from same import Device, eager_threads, same
+from same import Device, Program, eager_threads, named, same
 from torch import nn
 
 import dtorch
@@ -20,17 +20,11 @@ import dtorch
 if TYPE_CHECKING:
     from dtorch.client.engine import Engine
 
-Program = Callable[[Device], Any]
-
 
 @pytest.fixture(autouse=True)
 def _engine(engine: Engine) -> Iterator[None]:
     with eager_threads(engine.threads_per_worker):
         yield
-
-
-def named(**programs: Program) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("program", programs.values(), ids=programs.keys())
 
 
 def _with_gradients(on: Device, use: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> list[Any]:

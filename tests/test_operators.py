@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from same import Device, assert_same, eager_threads, same
+from same import Device, Program, assert_same, eager_threads, named, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,17 +22,11 @@ import dtorch
 if TYPE_CHECKING:
     from dtorch.client.engine import Engine
 
-Program = Callable[[Device], Any]
-
 
 @pytest.fixture(autouse=True)
 def _engine(engine: Engine) -> Iterator[None]:
     with eager_threads(engine.threads_per_worker):
         yield
-
-
-def named(**programs: Program) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("program", programs.values(), ids=programs.keys())
 
 
 # -- elementwise operators and what they are mixed with

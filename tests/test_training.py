@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from same import Device, eager_threads, same
+from same import Device, Program, eager_threads, named, same
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils import checkpoint as checkpoints
@@ -23,17 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 if TYPE_CHECKING:
     from dtorch.client.engine import Engine
 
-Program = Callable[[Device], Any]
-
 
 @pytest.fixture(autouse=True)
 def _engine(engine: Engine) -> Iterator[None]:
     with eager_threads(engine.threads_per_worker):
         yield
-
-
-def named(**programs: Program) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("program", programs.values(), ids=programs.keys())
 
 
 def mlp(on: Device, dropout: float = 0.0) -> nn.Sequential:
