@@ -37,7 +37,7 @@ def run_cases(cases: Iterable[Case], how: How, at: At, found: Found) -> Found:
         at(f"{case.check}, {case.words}")
         strict = Strictness(how.tolerance)
         problem = compare(partial(_call, case.arguments), case.action, case.seed, strict)
-        found.add(case.check, case.words, problem, strict.loosened)
+        found.add(case.check, case.words, problem, strict.loosened, strict.refused)
     return found
 
 

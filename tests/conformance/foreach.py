@@ -17,6 +17,7 @@ from .parts import At, Found, How
 
 DTYPES = ("float32", "float64", "bfloat16", "complex64", "int64", "bool")
 CHECKS = ("forward", "backward", "inplace", "noncontiguous", "empty", "errors")
+MAY_REFUSE = ("errors", "backward")  # of samples some have no gradient
 
 OPERATORS: dict[str, ForeachFuncInfo] = {
     op.name: op

@@ -30,6 +30,7 @@ from .parts import At, Found, How
 
 DTYPES = ("float64", "float32")
 CHECKS = ("forward", "backward", "double_backward", "inplace", "noncontiguous", "integers", "pickle")
+MAY_REFUSE = ("errors",)
 
 
 @cache

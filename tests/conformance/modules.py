@@ -34,6 +34,7 @@ register_pytree_node(
 
 DTYPES = ("float32", "float64")
 CHECKS = ("construct", "forward", "backward", "double_backward", "inplace", "noncontiguous", "state", "errors")
+MAY_REFUSE = ("errors", "double_backward")  # not every loss has second derivatives
 MODULES: dict[str, ModuleInfo] = {info.name: info for info in module_db}
 
 

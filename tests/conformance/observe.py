@@ -36,6 +36,7 @@ class Strictness:
     tolerance: float = 0.0  # of values, relative to the largest; 0: equal bits, infinite: values are not compared
     versions: bool = True
     loosened: bool = False  # set by ``difference``: bits differ, and the values are within the tolerance
+    refused: bool = False  # set by ``difference``: eager raised
 
 
 @dataclass
@@ -77,6 +78,7 @@ def outcome(action: Action, call: Call) -> Outcome:
 def difference(eager: Outcome, ours: Outcome, strict: Strictness) -> str | None:
     """The first way in which ``ours`` is not what eager did, in words; None when it is."""
     if eager.error is not None:
+        strict.refused = True
         wanted = type(eager.error).__name__
         if ours.error is None:
             return f"no error; eager raises {wanted}: {_line(eager.error)}"

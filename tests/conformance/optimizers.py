@@ -31,6 +31,7 @@ from .parts import At, Found, How
 DTYPES = ("float32", "float64", "bfloat16", "complex64")
 IMPLEMENTATIONS = ("plain", "default", "foreach", "fused", "capturable", "capturable_foreach", "differentiable")
 CHECKS = (*IMPLEMENTATIONS, "closure", "groups", "state_dict", "scheduler", "errors")
+MAY_REFUSE = ("errors",)
 STEPS = 4
 #: Numbers in an optimizer's state that may be tensors on the CPU whatever the device ("t" is LBFGS' rate).
 ON_CPU = ("step", "eta", "mu", "mu_product", "t")

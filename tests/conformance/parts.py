@@ -37,14 +37,24 @@ class Found:
     of: int = 0  # that there are
     comparisons: int = 0
     loosened: int = 0  # comparisons whose bits differed and whose values are within the tolerance
+    done: dict[str, int] = field(default_factory=dict)  # comparisons by check
+    refused: dict[str, int] = field(default_factory=dict)  # of them, those in which eager raised
 
-    def add(self, check: str, case: str, problem: str | None, loosened: bool = False) -> None:
+    def add(self, check: str, case: str, problem: str | None, loosened: bool = False, refused: bool = False) -> None:
         """One comparison's outcome."""
         self.comparisons += 1
         self.loosened += loosened
+        self.done[check] = self.done.get(check, 0) + 1
+        self.refused[check] = self.refused.get(check, 0) + refused
         problems = self.checks.setdefault(check, [])
         if problem:
             problems.append(f"{case}: {problem}")
+
+    def require_results(self, may_refuse: tuple[str, ...]) -> None:
+        """Fail the checks in which eager raised every time: two sides that raise alike have compared nothing."""
+        for check, done in self.done.items():
+            if check not in may_refuse and self.refused.get(check) == done:
+                self.checks[check].append(f"compared nothing: eager itself raises in all of {done}")
 
 
 #: Told before each comparison what it is ("forward, sample 3"): it starts the time limit anew.
@@ -56,6 +66,7 @@ class Part(Protocol):
 
     DTYPES: tuple[str, ...]  # what the whole run covers; ("float32",) where dtype means nothing
     CHECKS: tuple[str, ...]  # names for exclusions.txt and --checks
+    MAY_REFUSE: tuple[str, ...]  # the checks in which eager may raise every time
 
     @staticmethod
     def names(dtype: str) -> list[str]: ...

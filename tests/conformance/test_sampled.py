@@ -77,6 +77,16 @@ def test_a_tolerance_that_nothing_needs_is_an_error() -> None:
     assert len(exclusions.needless([_result([])], [line])) == 1
 
 
+def test_a_check_in_which_eager_always_raises_compares_nothing() -> None:
+    found = Found()
+    for refused in (True, False):
+        found.add("forward", "a case", None, refused=refused)
+        found.add("plain", "a case", None, refused=True)
+        found.add("errors", "a case", None, refused=True)
+    found.require_results(("errors",))
+    assert found.checks == {"forward": [], "errors": [], "plain": ["compared nothing: eager itself raises in all of 2"]}
+
+
 def test_a_name_that_raises_fails_and_the_others_go_on() -> None:
     how = How("float32", most=1, only=("forward",))
     tasks = [run.Task("operators", name, how) for name in ("add", "no such operator", "sub")]
