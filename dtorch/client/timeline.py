@@ -241,12 +241,13 @@ class Timeline:
             start = thread.woke(e.end, e.link)
             args = self._args(e, log, worker=e.worker, record=e.number)
             self._slice(thread.pid, thread.tid, "issue", _record_name(e, True), start, e.end, args)
+            self._infers(thread, start)
             thread.cursor = e.end
         elif e.kind == Trace.INFER:
-            start = max(e.start, thread.cursor)
-            self._slice(thread.pid, thread.tid, "infer", f"infer {_op(e.name)}", start, e.end, "{}")
+            thread.infers.append(e)  # a part of the issuing that ends with the record
         else:
             start = thread.woke(e.start, e.link)
+            self._infers(thread, start)
             if e.start - start >= _SHORT:
                 self._slice(thread.pid, thread.tid, "python", "python", start, e.start, "{}")
             thread.cursor = e.end
@@ -263,6 +264,14 @@ class Timeline:
             else:
                 assert e.kind == Trace.HELD_BACK
                 self._slice(thread.pid, thread.tid, "wait", "wait: too far ahead", e.start, e.end, "{}")
+
+    def _infers(self, thread: _Thread, start: int) -> None:
+        """What was inferred on the way, from ``start`` on: the thread may have lost its processor before."""
+        for e in thread.infers:
+            if e.end > start:
+                begin = max(e.start, start)
+                self._slice(thread.pid, thread.tid, "infer", f"infer {_op(e.name)}", begin, e.end, "{}")
+        thread.infers.clear()
 
     def _span(self, thread: _Thread, end: int) -> None:
         name, start = thread.spans.pop()
@@ -322,6 +331,7 @@ class _Thread:
     cursor: int  # its slices go up to here
     prepared: int = 0  # nanoseconds of work that counts for the record to come
     spans: list[tuple[str, int]] = field(default_factory=list)  # open ones: name, start
+    infers: list[Event] = field(default_factory=list)  # since the last slice
 
     def woke(self, until: int, busy: int) -> int:
         """Where the slice up to ``until`` begins: at the cursor, unless the thread slept for most of the time."""
