@@ -4,7 +4,8 @@ forward    one pass over --tokens tokens without a cache: until the Python code 
            on the CPU.
 training   one AdamW step on them, likewise; no value is asked for.
 generate   transformers' generate(), greedy, one sequence: it asks for a value per token, so each token waits.
-decode     the same by a loop of our own that keeps the tokens on the device and asks once, in the end.
+decode     the same by a loop of our own that keeps the tokens on the device and asks once, in the end; and how many
+           results' geometries were new to the client and had to be inferred, as a growing cache makes them.
 memory     the peak of a training step with the weights, in processes of their own, counted alike.
 
 The model is transformers' own, unmodified, its weights random; the default size is bound by Python.
@@ -73,6 +74,7 @@ class Work:
         import torch
         from transformers import DynamicCache
 
+        before = self._misses()
         start = time.perf_counter()
         cache = {self._cache: DynamicCache(config=self._model.config)}
         token, made = self._tokens, []
@@ -82,9 +84,25 @@ class Work:
                 token = out.logits.argmax(-1)
                 made.append(token)
         torch.cat(made, 1).cpu()
-        return {"tokens": self._new / (time.perf_counter() - start)}
+        found = {"tokens": self._new / (time.perf_counter() - start)}
+        return found | {what: (now - before[what]) / self._new for what, now in self._misses().items()}
+
+    def _misses(self) -> Figures:
+        """Calls whose results the client had to infer, and the milliseconds that took; PyTorch has no such thing."""
+        if self._side.name == "eager":
+            return {}
+        import dtorch
+
+        stats = dtorch.client_stats()
+        return {"misses": stats["geometry_misses"], "time of misses": stats["geometry_miss_ns"] / 1e6}
 
 
+#: What is not a time in seconds: its factor, unit and name in the table.
+UNITS = {
+    "tokens": (1, "tokens/s", "more is better"),
+    "misses": (1, "1/token", "results inferred anew"),
+    "time of misses": (1, "ms/token", "the time that took"),
+}
 PIECES = ("forward", "training", "generate", "decode")
 
 
@@ -92,9 +110,9 @@ def run(piece: str, works: dict[str, Work], args: argparse.Namespace) -> list[Ro
     """The rows of one piece of work."""
     found = _bench.alternate(args.rounds, {name: getattr(work, piece) for name, work in works.items()})
     rows = []
-    for what in found["eager"]:
-        scale, unit, text = (1, "tokens/s", "more is better") if what == "tokens" else (1000, "ms", what)
-        values = ([value * scale for value in found[name][what]] for name in SIDES)
+    for what in found["dtorch"]:
+        scale, unit, text = UNITS.get(what, (1000, "ms", what))
+        values = ([value * scale for value in found[name].get(what, [])] for name in SIDES)
         rows.append(Row(piece, text, unit, *values))
     return rows
 
@@ -138,7 +156,7 @@ def main() -> None:
     about = _bench.describe(args.threads, args.device)
     print(about)
     table.save(args.out / "llama.csv", about)
-    less = [row for row in table.rows if row.unit != "tokens/s"]
+    less = [row for row in table.rows if row.unit in ("ms", "MiB")]
     more = [row for row in table.rows if row.unit == "tokens/s"]
     panels = [
         _plot.ratio_bars("Time and memory: below 1 dtorch is better", less),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from same import bits
 from torch import nn
 
 import dtorch
+from dtorch.client import loading
 from dtorch.client.safetensors import DTYPES, File
 
 if TYPE_CHECKING:
@@ -272,8 +274,6 @@ def test_a_file_that_is_cut_short_while_it_is_read(engine: Engine, tmp_path: Pat
         def __exit__(self, *_: object) -> None: ...
         def update(self, n: int) -> None: ...
 
-    from dtorch.client import loading
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "_bar", lambda *_: Bar())
         with pytest.raises(
@@ -401,6 +401,25 @@ def test_a_bar_is_shown_when_asked_for_and_on_terminals_only(
         dtorch.load_file(path, progress=True)
     monkeypatch.setattr(sys, "stderr", None)
     dtorch.load_file(path)
+
+
+def test_a_bar_appears_by_itself_where_a_load_takes_long_on_a_terminal(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    path = save(tmp_path / "weights.safetensors", {"x": torch.ones(3000)})
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    dtorch.load_file(path)  # done long before
+    assert screen.getvalue() == ""
+    monkeypatch.setattr(loading, "_LONG", 1e-9)
+    dtorch.load_file(path)
+    assert "weights.safetensors" in screen.getvalue() and "100%" in screen.getvalue()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    dtorch.load_file(path)  # a bar that nobody asked for is not missed
 
 
 # -- modules
