@@ -54,14 +54,15 @@ UNIT_BYTES = 3 << 29
 
 @dataclass(frozen=True)
 class Module:
-    """One native module: every ``*.cpp`` of its folder under ``native/``."""
+    """One native module: every ``*.cpp`` of its folder under ``native/``, and of ``common`` if it links torch."""
 
     name: str
     folder: str
     libraries: tuple[str, ...]  # of torch; none: the module is compiled without torch's headers too
 
     def sources(self) -> list[Path]:
-        return sorted((ROOT / "native" / self.folder).glob("*.cpp"))
+        folders = (self.folder, "common") if self.libraries else (self.folder,)
+        return sorted(path for folder in folders for path in (ROOT / "native" / folder).glob("*.cpp"))
 
 
 MODULES = (

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mistakes import computed
 from same import Device, assert_same, eager_threads
 from torch import nn
 
@@ -150,7 +151,7 @@ def test_a_wrong_call_raises_the_second_time_too(name: str) -> None:
 
 def test_an_index_out_of_range_names_everything() -> None:
     table = dtorch.rand(5, 3)
-    ids = dtorch.tensor([[1, 7]])
+    ids = computed([[1, 7]])
     bad = F.embedding(ids, table)
     issued = line() - 1
     with pytest.raises(dtorch.RemoteError) as caught:
@@ -168,7 +169,7 @@ def test_an_index_out_of_range_names_everything() -> None:
 
 
 def test_it_names_the_worker() -> None:
-    bad = F.embedding(torch.tensor([9], device="dtorch:1"), torch.rand(5, 3, device="dtorch:1"))
+    bad = F.embedding(computed([9], "dtorch:1"), torch.rand(5, 3, device="dtorch:1"))
     with pytest.raises(dtorch.RemoteError) as caught:
         bad.cpu()
     assert caught.value.worker == 1
@@ -191,7 +192,7 @@ class Model(nn.Module):
 
 def test_a_line_behind_a_module_of_torch_is_the_programs() -> None:
     model = Model().to("dtorch")
-    out = model(dtorch.tensor([0, 9]))
+    out = model(computed([0, 9]))
     called = line() - 1
     with pytest.raises(dtorch.RemoteError) as caught:
         out.cpu()
@@ -206,7 +207,7 @@ def test_a_line_behind_a_module_of_torch_is_the_programs() -> None:
 def test_two_lines_of_a_loop_are_told_apart() -> None:
     """SITE-1: the same operator on the same shapes, on two lines, in many rounds."""
     table = dtorch.rand(5, 3)
-    good, bad = dtorch.tensor([1]), dtorch.tensor([5])
+    good, bad = computed([1]), computed([5])
     for round_ in range(20):
         results = []
         results.append(F.embedding(bad if round_ % 2 else good, table))
@@ -221,7 +222,7 @@ def test_two_lines_of_a_loop_are_told_apart() -> None:
 
 
 def test_two_calls_on_one_line_and_a_statement_of_several_lines() -> None:
-    table, good, bad = dtorch.rand(5, 3), dtorch.tensor([1]), dtorch.tensor([5])
+    table, good, bad = dtorch.rand(5, 3), computed([1]), computed([5])
     start = line()
     # fmt: off
     result = (
@@ -261,7 +262,7 @@ def test_two_calls_on_one_line_and_a_statement_of_several_lines() -> None:
     ],
 )  # fmt: skip
 def test_wherever_the_value_is_asked_for_the_cause_is_raised(ask: Callable[[torch.Tensor], Any]) -> None:
-    bad = F.embedding(dtorch.tensor([5]), dtorch.rand(5, 3))
+    bad = F.embedding(computed([5]), dtorch.rand(5, 3))
     issued = line() - 1
     with pytest.raises(dtorch.RemoteError) as caught:
         ask(bad)
@@ -274,7 +275,7 @@ async def _await(t: torch.Tensor) -> torch.Tensor:
 
 def test_exe3_what_depends_on_it_carries_the_same_cause_and_what_does_not_is_good() -> None:
     x = dtorch.ones(5, 3)
-    bad = F.embedding(dtorch.tensor([5]), x)
+    bad = F.embedding(computed([5]), x)
     issued = line() - 1
     after = x + 1
     dependents = {
@@ -301,7 +302,7 @@ def test_exe3_what_depends_on_it_carries_the_same_cause_and_what_does_not_is_goo
 def test_exe3_an_in_place_operator_that_fails_leaves_no_value() -> None:
     x = dtorch.zeros(4)
     other = x.clone()
-    x.index_add_(0, dtorch.tensor([7]), dtorch.ones(1))
+    x.index_add_(0, computed([7]), dtorch.ones(1))
     issued = line() - 1
     with pytest.raises(dtorch.RemoteError) as caught:
         x.cpu()
@@ -310,7 +311,7 @@ def test_exe3_an_in_place_operator_that_fails_leaves_no_value() -> None:
 
 
 def test_an_upload_makes_a_failed_tensor_good_again() -> None:
-    bad = F.embedding(dtorch.tensor([5]), dtorch.rand(5, 3))
+    bad = F.embedding(computed([5]), dtorch.rand(5, 3))
     fresh = dtorch.empty(1, 3)
     fresh.copy_(torch.ones(1, 3))
     assert fresh.tolist() == [[1.0] * 3]
@@ -319,7 +320,7 @@ def test_an_upload_makes_a_failed_tensor_good_again() -> None:
 
 
 def test_synchronize_reports_a_failure_once() -> None:
-    bad = F.embedding(dtorch.tensor([5]), dtorch.rand(5, 3))
+    bad = F.embedding(computed([5]), dtorch.rand(5, 3))
     worse = bad + 1
     with pytest.raises(dtorch.RemoteError):
         dtorch.synchronize()
@@ -332,7 +333,7 @@ def test_synchronize_reports_a_failure_once() -> None:
 
 
 def test_synchronize_does_not_repeat_what_was_raised_already() -> None:
-    bad = F.embedding(dtorch.tensor([5]), dtorch.rand(5, 3))
+    bad = F.embedding(computed([5]), dtorch.rand(5, 3))
     with pytest.raises(dtorch.RemoteError):
         bad.cpu()
     dtorch.synchronize()
@@ -347,7 +348,7 @@ def test_synchronize_asks_every_worker() -> None:
 
 
 def test_synchronize_reports_a_failure_whose_tensor_is_gone() -> None:
-    F.embedding(dtorch.tensor([5]), dtorch.rand(5, 3))
+    F.embedding(computed([5]), dtorch.rand(5, 3))
     issued = line() - 1
     with pytest.raises(dtorch.RemoteError) as caught:
         dtorch.synchronize()
@@ -357,9 +358,9 @@ def test_synchronize_reports_a_failure_whose_tensor_is_gone() -> None:
 def test_two_failures_have_each_their_own_cause() -> None:
     table = dtorch.rand(5, 3)
     table.index_select(0, dtorch.tensor([1]))  # its geometry is known from here on
-    first = F.embedding(dtorch.tensor([5]), table)
+    first = F.embedding(computed([5]), table)
     line1 = line() - 1
-    second = table.index_select(0, dtorch.tensor([8]))
+    second = table.index_select(0, computed([8]))
     line2 = line() - 1
     both = torch.cat([first, second])
     seen = []
@@ -432,7 +433,7 @@ class FailsInBackward(torch.autograd.Function):
 def test_site2_native_backward_operators_name_the_line_of_their_forward() -> None:
     """The indices are overwritten behind autograd's back, so that only the backward meets the bad one."""
     values = dtorch.rand(5).requires_grad_()
-    ids = dtorch.tensor([0, 1])
+    ids = computed([0, 1])
     other = values.exp()
     taken = values.index_select(0, ids)
     issued = line() - 1
@@ -461,13 +462,13 @@ def test_a_second_threads_mistakes_name_its_own_lines() -> None:
         start.wait()
         for i in range(50):
             lines[0] = line() + 1
-            results[0].append(F.embedding(dtorch.tensor([5 if i == 49 else 0]), table))
+            results[0].append(F.embedding(computed([5 if i == 49 else 0]), table))
 
     def second() -> None:
         start.wait()
         for i in range(50):
             lines[1] = line() + 1
-            results[1].append(F.embedding(dtorch.tensor([5 if i == 49 else 1]), table))
+            results[1].append(F.embedding(computed([5 if i == 49 else 1]), table))
 
     threads = [threading.Thread(target=f) for f in (first, second)]
     for t in threads:
@@ -487,7 +488,7 @@ def _own(error: dtorch.RemoteError) -> int:
 
 def test_code_that_is_gone_is_still_named() -> None:
     """SITE-1: a function compiled, called once and dropped; others then take its memory."""
-    table, bad = dtorch.rand(5, 3), dtorch.tensor([5])
+    table, bad = dtorch.rand(5, 3), computed([5])
     failed = []
     for i in range(30):
         scope: dict[str, Any] = {"F": F}
@@ -516,7 +517,7 @@ def test_code_that_is_gone_is_still_named() -> None:
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8).to("dtorch"),
         lambda: torch.quantize_per_tensor(dtorch.ones(3), 0.1, 0, torch.qint8),
         lambda: torch.empty(3, dtype=torch.qint8, device="dtorch"),
-        lambda: F.embedding(dtorch.tensor([1]), dtorch.rand(3, 2).requires_grad_(), sparse=True).sum().backward(),
+        lambda: F.embedding(computed([1]), dtorch.rand(3, 2).requires_grad_(), sparse=True).sum().backward(),
     ],
     ids=["coo", "coo_moved", "csr_moved", "to_sparse", "to_sparse_csr", "coo_tensor", "nested_moved", "nested",
          "quantized_moved", "quantize", "quantized_empty", "sparse_gradient"],

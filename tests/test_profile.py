@@ -26,6 +26,7 @@ import pytest
 import torch
 from chrome import Chrome
 from holding import busy
+from mistakes import computed
 from torch.nn.modules import module as hooks
 
 import dtorch
@@ -326,7 +327,7 @@ def test_the_trace_is_written_when_the_block_raises(engine: Engine, tmp_path: Pa
 def test_a_failing_operator_is_in_the_trace_and_its_error_is_raised(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with pytest.raises(dtorch.RemoteError), dtorch.profile(path):
-        index = dtorch.tensor([5])
+        index = computed([5])
         dtorch.ones(3).index_select(0, dtorch.tensor([0])).sum().item()
         dtorch.ones(3).index_select(0, index).sum().item()
     assert len(Chrome(path).named("worker-0", "aten::index_select")) == 2

@@ -16,6 +16,7 @@ import processes
 import pytest
 import torch
 from holding import busy
+from mistakes import computed
 from torch import nn
 
 import dtorch
@@ -281,7 +282,7 @@ def test_releases_from_other_threads_and_from_the_garbage_collector() -> None:
 def test_a_failed_operator_leaves_no_storages() -> None:
     before = dtorch.worker_stats()["storages"]
     for _ in range(20):
-        bad = nn.functional.embedding(dtorch.tensor([9]), dtorch.rand(3, 2)) * 2
+        bad = nn.functional.embedding(computed([9]), dtorch.rand(3, 2)) * 2
         with pytest.raises(dtorch.RemoteError):
             bad.cpu()
         del bad

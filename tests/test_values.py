@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from holding import busy
+from mistakes import computed
 from same import Device, bits, eager_threads
 
 import dtorch
@@ -283,7 +284,7 @@ def test_a_callback_may_use_the_device(no_engine: None) -> None:
 def test_callbacks_of_a_failed_value_run_too() -> None:
     done: list[bool] = []
     event = threading.Event()
-    future = torch.nn.functional.embedding(dtorch.tensor([9]), dtorch.rand(3, 2)).to_torch_async()
+    future = torch.nn.functional.embedding(computed([9]), dtorch.rand(3, 2)).to_torch_async()
     future.add_done_callback(lambda f: (done.append(f.is_ready()), event.set()))
     assert event.wait(60)
     assert done == [True]

@@ -81,8 +81,9 @@ def client_stats() -> dict[str, int]:
     ``records``, ``releases``, ``batches``, ``bytes``: written; ``upload_bytes``: copied for uploads; ``waits``: for
     backpressure; ``geometry_misses``, ``geometry_asks``: calls whose results had to be inferred, and those that the
     worker was asked about; ``geometry_miss_ns``: the time that took; ``geometry_entries``: results known;
-    ``recycled_uploads``: that took memory of an earlier one; ``spare_bytes``: shared memory that waits here, for two
-    seconds, to be used again.
+    ``items_told``: calls of item() that no worker had to be asked for (integers that follow from what the program
+    itself said: ``native/client/contents.h``); ``recycled_uploads``: that took memory of an earlier one;
+    ``spare_bytes``: shared memory that waits here, for two seconds, to be used again.
     """
     return _client.counters()
 

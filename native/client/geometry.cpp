@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -373,7 +374,55 @@ const Entry* find_geometry(const OpInfo& info, const Buffer& key) {
   return remember(last, key, std::move(entry));
 }
 
+namespace {
+
+// Whether an index that the client can tell (contents.h) points beside what it indexes. The worker is asked to do such a call,
+// and its exception is raised at once. Only while the shapes are new: looking at every call would cost every right one.
+bool points_outside(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
+  if (Inferring::active()) return false;
+  // A long tensor of ours with a value that is neither in [least, n) nor ignored.
+  auto outside = [](const at::Tensor& index, int64_t least, int64_t n, std::optional<int64_t> ignored = {}) {
+    if (!is_ours(index) || index.numel() == 0 || index.scalar_type() != at::kLong) return false;
+    auto known = contents::of(index);
+    if (!known.defined()) return false;
+    known = known.contiguous();
+    const int64_t* values = known.const_data_ptr<int64_t>();
+    return std::any_of(values, values + known.numel(), [&](int64_t v) { return (v < least || v >= n) && v != ignored; });
+  };
+  if (info.uploads_cpu_indices) {  // x[i, j]: counted from the end, too; a mask stands for as many dimensions as it has
+    if (!args[0].isTensor() || args.size() < 2 || !args[1].isOptionalTensorList()) return false;
+    const auto& of = args[0].toTensor();
+    int64_t dim = 0;
+    for (const auto& index : args[1].toOptionalTensorVector()) {
+      if (index && index->defined() && dim < of.dim() && outside(*index, -of.size(dim), of.size(dim))) return true;
+      bool mask = index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte);
+      dim += mask ? index->dim() : 1;
+    }
+    return false;
+  }
+  const auto& p = info.points;
+  auto tensor = [&](int i) { return args[static_cast<size_t>(i)].isTensor() ? args[static_cast<size_t>(i)].toTensor() : at::Tensor(); };
+  at::Tensor of = tensor(0), index = tensor(p.index);
+  if (!is_ours(of)) return false;
+  int64_t dim = p.dim >= 0 ? args[static_cast<size_t>(p.dim)].toInt() : p.ignored >= 0 && of.dim() > 1 ? 1 : 0;
+  if (dim < 0) dim += of.dim();
+  int64_t n = of.dim() == 0 ? 1 : dim >= 0 && dim < of.dim() ? of.size(dim) : -1;
+  std::optional<int64_t> ignored;
+  if (p.ignored >= 0) ignored = args[static_cast<size_t>(p.ignored)].toInt();
+  return n >= 0 && outside(index, info.name == "aten::index_fill" ? -n : 0, n, ignored);
+}
+
+}  // namespace
+
 const Entry* infer_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args) {
+  if ((info.points.index >= 0 || info.uploads_cpu_indices) && points_outside(info, args)) {
+    static const Entry asked = [] {
+      Entry e;
+      e.ask = e.dynamic = true;
+      return e;
+    }();
+    return &asked;  // GEO-3
+  }
   uint64_t start = now_ns();
   auto entry = answer(info, args);
   uint64_t ns = now_ns() - start;

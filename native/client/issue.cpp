@@ -30,9 +30,12 @@ void tell_switches(Session::Writer& w, const OpInfo& info, int worker) {
     option("grad_mode", state.grad_mode = at::GradMode::is_enabled());
 }
 
-void materialise_all(Session::Writer& w, const Scratch& s) {
-  for (auto* ctx : s.refs)
-    if (__builtin_expect(ctx->lazy, 0)) materialise(w, ctx);
+void materialise_all(Session::Writer& w, const OpInfo& info, const Scratch& s) {
+  for (auto* ctx : s.refs) {
+    if (__builtin_expect(!ctx->lazy, 1)) continue;
+    materialise(w, ctx);
+    if (info.overwrites) contents::blank(ctx);
+  }
 }
 
 void define(Session::Writer& w, const OpInfo& info, int worker) {
@@ -186,14 +189,17 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
   {
     Session::Writer w(session);
     define(w, info, s.worker);
-    materialise_all(w, s);
+    materialise_all(w, info, s);
     seq = w.begin(Record::ASK, request, 5);
     w.about(info.number, site);
     mp::put_uint(w.buf(), info.number);
     mp::put_uint(w.buf(), site);
     w.buf().append(s.record.data(), s.record.size());
     mp::put_uint(w.buf(), first);
-    for (auto* ctx : s.refs) ctx->last_seq = seq;
+    for (auto* ctx : s.refs) {
+      ctx->last_seq = seq;
+      if (!info.writes.empty()) ctx->contents.reset();
+    }
     w.end();
   }
   session.wait(request);
@@ -312,7 +318,7 @@ void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::T
   session.admit(s.worker);
   Session::Writer w(session);
   define(w, info, s.worker);
-  materialise_all(w, s);
+  materialise_all(w, info, s);
   uint64_t seq = w.begin(Record::OP, s.worker, 4);
   w.about(info.number, site);
   auto& b = w.buf();
@@ -328,8 +334,13 @@ void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::T
     ctx->lazy = false;
     ctx->last_seq = seq;
   }
-  for (auto* ctx : s.refs) ctx->last_seq = seq;
+  bool any = false;
+  for (auto* ctx : s.refs) {
+    ctx->last_seq = seq;
+    any = any || ctx->contents;
+  }
   w.end();
+  if (__builtin_expect(any, 0)) contents::after(info, s, entry, outs);
 }
 
 namespace {

@@ -229,7 +229,10 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype, 
 
 c10::Scalar item(const at::Tensor& self) {
   if (Inferring::active()) throw Uninferable(true);
-  return fetch_now(self).item();
+  check_alive(ctx_of(self));
+  Session::get().admit(ctx_of(self)->worker);
+  auto known = contents::tell(self);
+  return known.defined() ? known.item() : fetch_now(self).item();
 }
 
 void record_stream(at::Tensor&, c10::Stream) {}  // a release already waits for the last use (WIRE-2)

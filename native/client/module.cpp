@@ -448,10 +448,10 @@ PyObject* py_counters(PyObject*, PyObject*) {
   auto c = Session::get().counters();
   auto g = geometry_stats();
   auto s = spares().stats();
-  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsKsn}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
+  return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsKsKsn}", "records", c.records, "releases", c.releases, "batches", c.batches, "bytes",
                        c.bytes, "waits", c.waits, "upload_bytes", c.upload_bytes, "geometry_misses", g.misses,
                        "geometry_asks", g.asks, "geometry_miss_ns", g.miss_ns, "geometry_entries", g.entries, "recycled_uploads",
-                       s.recycled, "spare_bytes", static_cast<Py_ssize_t>(s.bytes));
+                       s.recycled, "items_told", contents::told(), "spare_bytes", static_cast<Py_ssize_t>(s.bytes));
 }
 
 PyObject* py_drop_spares(PyObject*, PyObject*) {

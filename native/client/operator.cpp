@@ -81,6 +81,20 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
     }
     returns.push_back(r);
   }
+  bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  for (const auto& arg : schema.arguments()) draws = draws || arg.name() == "generator";
+  exact = !custom && !draws;
+  for (size_t i = 0; i < n_args && !custom; ++i) {
+    const auto& arg = schema.arguments()[i];
+    bool tensor = arg.real_type()->kind() == c10::TypeKind::TensorType;
+    int at = static_cast<int>(i);
+    if (tensor && arg.name() == "index") points.index = at;
+    if (arg.name() == "dim" && arg.real_type()->kind() == c10::TypeKind::IntType) points.dim = at;
+    if ((tensor && arg.name() == "indices" && name == "aten::embedding") || (arg.name() == "target" && starts_with(name, "aten::nll_loss")))
+      points.index = at;
+    if (arg.name() == "ignore_index") points.ignored = at;
+  }
+  if (points.index >= 0 && points.dim < 0 && points.ignored < 0 && name != "aten::embedding") points.index = -1;
   // With a CPU kernel beside an explicit composite one, the CPU's results may be laid out otherwise. Structured operators
   // have both and share the geometry; they are told from the few others (pixel_shuffle) by their out=, which is their own.
   bool on_cpu = op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
@@ -95,6 +109,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   bool out_variant = false;
   for (int i : writes) out_variant = out_variant || schema.arguments()[static_cast<size_t>(i)].kwarg_only();
   if (out_variant) composite = false;
+  overwrites = out_variant || name == "aten::fill_" || name == "aten::zero_" || name == "aten::copy_";
   counts_versions = starts_with(name, "aten::_foreach_") && !out_variant && !writes.empty();
   in_place = !structured && !out_variant && !has_new && !asks && !writes.empty();
   if (custom) composite = in_place = false;
@@ -102,6 +117,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   // The lengths in the data decide the size of a result, and no tag says so.
   asks = asks || name == "aten::_ctc_loss";
   asks_for_masks = asks && uploads_cpu_indices && composite;
+  exact = exact && (!asks || asks_for_masks);
+  overwrites = overwrites && exact;
   // Without results and out= (_foreach_add_, _fused_adamw_) there is nothing to predict.
   infers = has_new || !returns.empty() || (out_variant && !custom);
 }

@@ -16,6 +16,12 @@ struct OpInfo {
     int arg;  // Alias: which argument comes back
   };
 
+  // Which argument has indices into the first one, and along which dimension: that of an argument, or -1: the first (embedding)
+  // or, with an argument for what is ignored, the classes (nll_loss).
+  struct Points {
+    int index = -1, dim = -1, ignored = -1;
+  };
+
   explicit OpInfo(const c10::OperatorHandle& op, uint32_t number);
 
   c10::OperatorHandle handle;
@@ -29,6 +35,9 @@ struct OpInfo {
   bool asks_for_masks;  // an index: its result's shape depends on the data where a mask is among the indices only
   bool custom;     // not PyTorch's own; its fake kernel, if any, tells its results' geometry
   bool infers;     // has new tensors, or arguments whose sizes must be checked
+  bool overwrites; // exact, and all that it writes it writes anew: out=, fill_, zero_, copy_
+  Points points;   // for mistakes in the data that the client can see (geometry.cpp: points_outside)
+  bool exact;      // what it makes of integers and booleans is the same on every device, and every time (contents.h)
   bool composite;  // its composite kernel computes the geometry that the CPU kernel gives (geometry.h)
   bool in_place;       // not structured, writes its arguments and gives nothing else
   bool checks_itself;  // structured: its composite raises what is wrong with the arguments

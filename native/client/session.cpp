@@ -94,8 +94,8 @@ void Session::attach(const SessionConfig& config) {
     // The parent's thread does not exist here, and those that waited on the conditions neither: all three are left as
     // they are, for they can be neither joined nor destroyed.
     new (&flusher_thread_) std::thread;
-    new (&flusher_cv_) std::condition_variable;
-    new (&progress_cv_) std::condition_variable;
+    new (&flusher_cv_) std::condition_variable_any;
+    new (&progress_cv_) std::condition_variable_any;
     requests_.clear();
   }
   config_ = config;
@@ -558,11 +558,12 @@ bool Session::handle(const uint8_t* data, size_t n_bytes, Received* out) {
           }
         }
       }
-      if (!r) {  // nobody asks any more: a future was dropped, or an ASK was interrupted and its results are nobody's
+      std::unique_lock lock(mu_);
+      if (!r || !requests_.count(id)) {  // nobody asks any more: a future was dropped, or an ASK was interrupted and its
+        lock.unlock();                   // results are nobody's. It may have been so just now: abandon() saw no answer then
         if (kind == Message::META) release_results(in);
         return false;
       }
-      std::unique_lock lock(mu_);
       if (r->state.load() != Request::State::Pending) {  // its worker's death came first
         lock.unlock();  // the loan's end writes a record
         return false;

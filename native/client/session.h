@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "client/direct.h"
+#include "client/lock.h"
 #include "client/trace.h"
 #include "common/msgpack.h"
 #include "common/protocol.h"
@@ -171,7 +172,7 @@ class Session {
    private:
     friend class Session;
     Session& s_;
-    std::unique_lock<std::mutex> lock_;
+    std::unique_lock<Lock> lock_;
     size_t mark_ = 0;
     int worker_ = 0;
     Record kind_{};
@@ -255,7 +256,7 @@ class Session {
   std::atomic<uint32_t> generation_{0};
   std::string ended_;  // why the last session ended; guarded by mu_
 
-  std::mutex mu_;
+  Lock mu_;
   Buffer buf_;                      // records not yet sent
   uint32_t buffered_ = 0;           // how many
   uint64_t changes_ = 0;            // grows with every record; the flusher compares
@@ -268,7 +269,7 @@ class Session {
 
   std::shared_ptr<Direct> direct_;  // of this session; guarded by mu_
 
-  std::condition_variable flusher_cv_, progress_cv_;
+  std::condition_variable_any flusher_cv_, progress_cv_;
   bool flusher_idle_ = false, flusher_stop_ = false;
   std::thread flusher_thread_;
 

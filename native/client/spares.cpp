@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/machine.h"
 #include "common/segment.h"
 
 namespace dtorch {
@@ -78,7 +79,8 @@ void Spares::returned(uint64_t id) {
   segments_.erase(it);
   size_t free = segment->size;
   for (auto& s : segments_) free += s->worker < 0 ? s->size : 0;
-  for (auto s = segments_.begin(); free > kMostFreeBytes && s != segments_.end();) {
+  size_t most = free > kFewBytes ? std::min(kMostFreeBytes, available_memory() / 4) : kMostFreeBytes;
+  for (auto s = segments_.begin(); free > most && s != segments_.end();) {
     if ((*s)->worker >= 0) {
       ++s;
       continue;
@@ -87,7 +89,7 @@ void Spares::returned(uint64_t id) {
     dropped.push_back(std::move(*s));
     s = segments_.erase(s);
   }
-  if (segment->size <= kMostFreeBytes) segments_.push_back(std::move(segment));
+  if (segment->size <= most) segments_.push_back(std::move(segment));
   else dropped.push_back(std::move(segment));
 }
 

@@ -6,7 +6,8 @@
 // that nobody else has it.
 //
 // SPA-1  A segment is written only while it is here: new, or returned.
-// SPA-2  At most kMostFreeBytes lie here unused, and none for longer than kKeepNs.
+// SPA-2  At most kMostFreeBytes lie here unused, above kFewBytes at most a quarter of what the machine has available, and none
+//        for longer than kKeepNs.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,7 @@ namespace dtorch {
 class Spares {
  public:
   static constexpr size_t kSmallest = size_t{256} << 10;  // below, a fresh segment costs little
-  static constexpr size_t kMostFreeBytes = size_t{512} << 20;
+  static constexpr size_t kMostFreeBytes = size_t{1} << 30, kFewBytes = size_t{64} << 20;
   static constexpr size_t kMostSegments = 64;
   static constexpr uint64_t kKeepNs = 2'000'000'000;
 

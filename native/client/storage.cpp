@@ -192,10 +192,15 @@ void resize_storage(c10::StorageImpl* storage, size_t nbytes, bool tell_worker) 
   if (ctx->generation != Session::get().generation()) throw_engine_error("");
   storage->set_nbytes(nbytes);
   ctx->nbytes = nbytes;
-  if (ctx->lazy || !tell_worker) return;
   auto& session = Session::get();
+  if (ctx->lazy || !tell_worker) {
+    if (nbytes <= kInlineBytes) return;
+    Session::Writer w(session);
+    return ctx->contents.reset();  // too large to be told here (CON-3)
+  }
   session.admit(ctx->worker);
   Session::Writer w(session);
+  ctx->contents.reset();
   ctx->last_seq = w.begin(Record::RESIZE, ctx->worker, 2);
   mp::put_uint(w.buf(), ctx->id);
   mp::put_uint(w.buf(), nbytes);

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "client/contents.h"
 #include "client/session.h"
 #include "common/geometry.h"
 
@@ -28,6 +29,7 @@ struct StorageCtx {
   size_t nbytes = 0;
   uint32_t site = 0;        // where an empty tensor was made, for what fails when it is allocated
   Geometry first;
+  ContentsPtr contents;     // what the client can tell of it, or null; guarded by Session::mu_ (contents.h)
 };
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;

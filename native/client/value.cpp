@@ -44,6 +44,7 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
   uint32_t site = sites::current();
   size_t n = static_cast<size_t>(cpu.numel()) * cpu.element_size();
   if (n <= kInlineBytes) {
+    auto given = contents::given(cpu);
     Session::Writer w(session);
     ctx->last_seq = w.begin(Record::PUT, ctx->worker, 4);
     w.about(0, site);
@@ -53,6 +54,7 @@ void put(const at::Tensor& cpu, StorageCtx* ctx, bool non_blocking) {
     mp::put_uint(w.buf(), site);
     ctx->lazy = false;
     w.end();
+    ctx->contents = std::move(given);
     return;
   }
   WorkerState::Upload upload{0, n, nullptr, false};

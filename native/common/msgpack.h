@@ -187,18 +187,8 @@ class Reader {
   int64_t integer() {
     need(1);
     uint8_t c = *p_;
-    if (c < 0x80) { ++p_; return c; }
-    if (c >= 0xe0) { ++p_; return static_cast<int8_t>(c); }
-    switch (c) {
-      case 0xcc: need(2); p_ += 2; return p_[-1];
-      case 0xcd: need(3); p_ += 3; return load16(p_ - 2);
-      case 0xce: need(5); p_ += 5; return load32(p_ - 4);
-      case 0xcf: case 0xd3: need(9); p_ += 9; return static_cast<int64_t>(load64(p_ - 8));
-      case 0xd0: need(2); p_ += 2; return static_cast<int8_t>(p_[-1]);
-      case 0xd1: need(3); p_ += 3; return static_cast<int16_t>(load16(p_ - 2));
-      case 0xd2: need(5); p_ += 5; return static_cast<int32_t>(load32(p_ - 4));
-      default: fail("an integer");
-    }
+    if (__builtin_expect(c < 0x80, 1)) { ++p_; return c; }
+    return long_integer(c);
   }
   uint64_t uint() { return static_cast<uint64_t>(integer()); }
 
@@ -309,12 +299,25 @@ class Reader {
   }
 
  private:
+  int64_t long_integer(uint8_t c) {
+    if (c >= 0xe0) { ++p_; return static_cast<int8_t>(c); }
+    switch (c) {
+      case 0xcc: need(2); p_ += 2; return p_[-1];
+      case 0xcd: need(3); p_ += 3; return load16(p_ - 2);
+      case 0xce: need(5); p_ += 5; return load32(p_ - 4);
+      case 0xcf: case 0xd3: need(9); p_ += 9; return static_cast<int64_t>(load64(p_ - 8));
+      case 0xd0: need(2); p_ += 2; return static_cast<int8_t>(p_[-1]);
+      case 0xd1: need(3); p_ += 3; return static_cast<int16_t>(load16(p_ - 2));
+      case 0xd2: need(5); p_ += 5; return static_cast<int32_t>(load32(p_ - 4));
+      default: fail("an integer");
+    }
+  }
   static uint16_t load16(const uint8_t* p) { uint16_t v; std::memcpy(&v, p, 2); return __builtin_bswap16(v); }
   static uint32_t load32(const uint8_t* p) { uint32_t v; std::memcpy(&v, p, 4); return __builtin_bswap32(v); }
   static uint64_t load64(const uint8_t* p) { uint64_t v; std::memcpy(&v, p, 8); return __builtin_bswap64(v); }
 
   void need(size_t n) const {
-    if (__builtin_expect(static_cast<size_t>(end_ - p_) < n, 0)) throw FormatError("msgpack: the message ends too early");
+    if (__builtin_expect(static_cast<size_t>(end_ - p_) < n, 0)) ends_early();
   }
   void take_skip(size_t n) { need(n); p_ += n; }
   std::string_view take(size_t n) {
@@ -323,7 +326,9 @@ class Reader {
     p_ += n;
     return v;
   }
-  [[noreturn]] void fail(const char* want) const {
+  // Out of line, and so the checks themselves are inlined everywhere.
+  [[noreturn, gnu::cold, gnu::noinline]] static void ends_early() { throw FormatError("msgpack: the message ends too early"); }
+  [[noreturn, gnu::cold, gnu::noinline]] void fail(const char* want) const {
     char text[64];
     std::snprintf(text, sizeof text, "msgpack: expected %s, found byte 0x%02x", want, *p_);
     throw FormatError(text);

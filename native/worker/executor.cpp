@@ -18,6 +18,7 @@ namespace dtorch::worker {
 namespace {
 
 constexpr uint64_t kDrainNs = 20000;
+constexpr int kLightOperators = 4;  // on a few numbers (small.h): after so many the clock is looked at
 constexpr int64_t kLookaheadBytes = 16 << 10;  // less is not worth a wait
 
 }  // namespace
@@ -35,7 +36,7 @@ int Executor::run() {
   while (!exit_) {
     drain();
     if (exit_) break;
-    if (!returned_.empty()) return_borrowed();
+    if (returned_.any()) return_borrowed();
     if (batches_.empty()) {
       if (!wait_readable()) return 1;
       continue;
@@ -188,7 +189,7 @@ bool Executor::await_releases() {
   } note{this, start};
   do {
     drain();
-    if (!returned_.empty()) return_borrowed();
+    if (returned_.any()) return_borrowed();
     if (memory_stats().allocated < before) return true;
     if (exit_) return false;
     zmq::PollItem item{socket_, 0, zmq::kPollIn, 0};
@@ -278,13 +279,13 @@ void Executor::before_write(uint64_t id) {
 }
 
 Executor::Borrowed::~Borrowed() {
-  memory_stats().mapped -= static_cast<int64_t>(map.size);
+  std::atomic_ref(memory_stats().mapped).fetch_sub(static_cast<int64_t>(map.size), std::memory_order_relaxed);
   map.end();
-  executor->returned_.emplace_back(token, source);
+  executor->returned_.add(token, source);
 }
 
 void Executor::return_borrowed() {
-  for (auto [token, source] : returned_) {
+  for (auto [token, source] : returned_.take()) {
     out_.clear();
     if (source == kClient) {
       mp::put_array(out_, 3);
@@ -301,7 +302,6 @@ void Executor::return_borrowed() {
     mp::put_int(out_, worker_);
     reply(out_);
   }
-  returned_.clear();
 }
 
 // --- batches ---------------------------------------------------------------------------------------------------------
@@ -312,6 +312,7 @@ void Executor::execute_front() {
   mp::Reader in(base + batch.position, batch.records.size() - batch.position);
   uint64_t last = batch.first_seq + batch.count - 1;
   while (executed_ < last) {
+    light_ = false;
     if (__builtin_expect(trace_.on(), 0)) execute_traced(in);  // TRACE-1
     else execute(in);
     ++executed_;
@@ -326,7 +327,9 @@ void Executor::execute_front() {
         head = next;
       }
     }
-    if (__builtin_expect(!returned_.empty(), 0)) return_borrowed();
+    if (__builtin_expect(returned_.any(), 0)) return_borrowed();
+    if (light_ && ++unseen_ < kLightOperators) continue;
+    unseen_ = 0;
     if (now_ns() - last_drain_ > kDrainNs) {
       drain();
       if (exit_ || parent_gone_) return;

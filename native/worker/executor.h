@@ -13,11 +13,14 @@
 // EXE-5  No exception leaves the loop but for a broken connection or a malformed record, which end the process.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <map>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "common/protocol.h"
@@ -155,8 +158,27 @@ class Executor {
   bool exit_ = false, parent_gone_ = false;
   bool grad_mode_ = false;  // the client's, for the operators that read it
   // Memory of others that is not needed any more, not said yet: the token and whose it is. Of the client: a spare's number.
+  // A custom operator may keep a tensor and drop it in a thread of its own; that is said when the executor next wakes.
   static constexpr int kClient = -1;
-  std::vector<std::pair<uint64_t, int>> returned_;
+  class Returned {
+   public:
+    void add(uint64_t token, int source) {
+      std::lock_guard lock(mu_);
+      all_.emplace_back(token, source);
+      any_.store(true, std::memory_order_relaxed);
+    }
+    bool any() const { return any_.load(std::memory_order_relaxed); }
+    std::vector<std::pair<uint64_t, int>> take() {
+      std::lock_guard lock(mu_);
+      any_.store(false, std::memory_order_relaxed);
+      return std::exchange(all_, {});
+    }
+
+   private:
+    std::mutex mu_;
+    std::atomic<bool> any_{false};
+    std::vector<std::pair<uint64_t, int>> all_;
+  } returned_;
 
   Store store_;
   Generators generators_;
@@ -170,6 +192,8 @@ class Executor {
   int32_t dying_free_ = -1;
   std::multimap<uint64_t, uint64_t> early_;  // releases that overtook their record: seq -> storage
   uint64_t last_drain_ = 0;
+  bool light_ = false;  // the last record was arithmetic on a few numbers (small.h)
+  int unseen_ = 0;      // such operators since the clock was looked at
 
   std::unordered_map<uint64_t, Incoming> incoming_;
   std::unordered_map<int, std::string> dead_peers_;

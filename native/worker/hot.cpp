@@ -1,6 +1,7 @@
 // Unboxed calls of the operators that programs run most: one template, one line an operator. The boxed call works for
 // every operator; these save it the stack and the type-driven decoding.
 #include "worker/operators.h"
+#include "worker/small.h"
 
 #include <ATen/ops/_softmax_ops.h>
 #include <ATen/ops/add_ops.h>
@@ -118,6 +119,20 @@ void keep(std::vector<at::Tensor>& made, std::tuple<T...>&& t) {
   std::apply([&made](auto&&... each) { (made.push_back(std::move(each)), ...); }, std::move(t));
 }
 
+// Operators that a few numbers do not need PyTorch for (small.h).
+template <class Op>
+constexpr Arithmetic kSmall = Arithmetic::None;
+template <> constexpr Arithmetic kSmall<at::_ops::add_Tensor> = Arithmetic::Add;
+template <> constexpr Arithmetic kSmall<at::_ops::add__Tensor> = Arithmetic::Add;
+template <> constexpr Arithmetic kSmall<at::_ops::sub_Tensor> = Arithmetic::Sub;
+template <> constexpr Arithmetic kSmall<at::_ops::mul_Tensor> = Arithmetic::Mul;
+template <> constexpr Arithmetic kSmall<at::_ops::mul__Tensor> = Arithmetic::Mul;
+template <> constexpr Arithmetic kSmall<at::_ops::div_Tensor> = Arithmetic::Div;
+template <> constexpr Arithmetic kSmall<at::_ops::div__Tensor> = Arithmetic::Div;
+
+// The number that the second tensor is multiplied with first, in sums and differences.
+inline bool plain(const c10::Scalar& alpha) { return alpha.isIntegral(false) ? alpha.toLong() == 1 : alpha.equal(1.0); }
+
 // `Into` is the overload with out=, or the in-place one where there is no other; void for an operator that is not
 // pointwise.
 template <class Op, class Into, class Signature = typename Op::schema>
@@ -132,6 +147,20 @@ struct Hot<Op, Into, R(A...)> {
     if (d.poison()) return;
     // All tensors are CPU tensors without autograd: the key is known. A conjugate view needs the dispatcher's own choice.
     constexpr c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+    if constexpr (kSmall<Op> != Arithmetic::None) {
+      const at::Tensor &a = std::get<0>(held).v, &b = std::get<1>(held).v;
+      bool simple = !d.lazy_bits();
+      if constexpr (sizeof...(A) > 2) simple = simple && plain(std::get<2>(held).v);
+      at::Tensor out;
+      if constexpr (std::is_reference_v<R>) out = a;
+      else if (donor && sole(*donor)) out = *donor;
+      if (simple) {
+        if (auto t = small_arithmetic(kSmall<Op>, a, b, out); t.defined()) {
+          if constexpr (!std::is_reference_v<R>) made.push_back(std::move(t));
+          return;
+        }
+      }
+    }
     std::apply(
         [&](auto&... h) {
           if constexpr (std::is_reference_v<R>) {

@@ -168,35 +168,6 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const 
   }
 }
 
-std::vector<uint64_t> written_storages(const Operator& op, mp::Reader in) {
-  std::vector<uint64_t> out;
-  size_t n = in.array();
-  auto one = [&out](mp::Reader& r) {
-    if (r.kind() == mp::Kind::Int) {
-      out.push_back(r.uint());
-    } else if (r.kind() == mp::Kind::Array) {
-      r.array();
-      out.push_back(r.uint());
-      r.skip();
-    } else {
-      r.skip();
-    }
-  };
-  size_t next = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (next >= op.mutates.size() || static_cast<size_t>(op.mutates[next]) != i) {
-      in.skip();
-      continue;
-    }
-    ++next;
-    if (op.handle.schema().arguments()[i].real_type()->kind() == c10::TypeKind::ListType)
-      for (size_t k = in.array(); k-- > 0;) one(in);
-    else
-      one(in);
-  }
-  return out;
-}
-
 void describe(std::ostream& out, at::ScalarType dtype, c10::IntArrayRef sizes) {
   out << "Tensor[" << c10::getDtypeNames(dtype).first << ", (";
   for (size_t i = 0; i < sizes.size(); ++i) out << (i ? ", " : "") << sizes[i];

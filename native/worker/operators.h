@@ -7,7 +7,7 @@
 #include <ostream>
 #include <vector>
 
-#include "worker/decode.h"
+#include "common/decode.h"
 
 namespace dtorch::worker {
 
@@ -42,9 +42,6 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const 
 
 // Whether only the store holds the tensor's storage: no view of it is among the decoded arguments, no reader has it.
 inline bool sole(const at::Tensor& t) { return t.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1; }
-
-// The storages that the operator writes, read from the record without touching a tensor.
-std::vector<uint64_t> written_storages(const Operator& op, mp::Reader args);
 
 // "Tensor[float32, (2, 3)]".
 void describe(std::ostream& out, at::ScalarType dtype, c10::IntArrayRef sizes);

@@ -18,6 +18,7 @@
 #include "worker/memory.h"
 #include "worker/pool.h"
 #include "worker/python.h"
+#include "worker/small.h"
 
 namespace dtorch::worker {
 
@@ -47,7 +48,7 @@ at::Tensor handed_over(const at::Tensor& t) {
 }
 
 // Descriptors of adopted segments are kept, so that they can be lent, up to half of what the process may have.
-size_t kept_descriptors = 0;
+std::atomic<size_t> kept_descriptors{0};
 size_t most_descriptors() {
   static const size_t most = [] {
     rlimit limit{};
@@ -274,6 +275,7 @@ void Executor::op(mp::Reader& in) {
   mp::Reader args = in;
   CausePtr cause;
   made_.clear();
+  uint64_t small_before = small_calls();
   at::Tensor donor;
   uint64_t donor_id = 0;
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
@@ -283,7 +285,7 @@ void Executor::op(mp::Reader& in) {
     if (__builtin_expect(!op, 0)) op = &operator_at(number);
     if (op->twin && dying_at(*batches_.front(), executed_ + 1) >= 0) donor = find_donor(*op, args, &donor_id);
     if (__builtin_expect(!loans_.empty(), 0) && !op->mutates.empty())
-      for (uint64_t storage : written_storages(*op, args)) before_write(storage);
+      for (uint64_t storage : storages_of(op->handle.schema(), op->mutates, args)) before_write(storage);
     std::optional<at::AutoGradMode> gradients;
     if (__builtin_expect(op->reads_grad_mode, 0)) gradients.emplace(grad_mode_);
     if (op->unboxed) {
@@ -299,6 +301,7 @@ void Executor::op(mp::Reader& in) {
     in = args;
     in.skip();
   }
+  light_ = small_calls() != small_before;
   if (donor.defined() && made_.size() == 1 && made_[0].is_same(donor)) {  // the same memory under another name
     ++donations_;
     if (__builtin_expect(log_allocations_, 0)) log_.push_back({executed_ + 1, donor_id, -1, 0, now_ns()});
@@ -327,7 +330,7 @@ void Executor::op(mp::Reader& in) {
   }
   made_.clear();
   if (__builtin_expect(cause != nullptr, 0) && op)
-    for (uint64_t storage : written_storages(*op, args)) store_.poison(storage, cause);
+    for (uint64_t storage : storages_of(op->handle.schema(), op->mutates, args)) store_.poison(storage, cause);
 }
 
 void Executor::ask(mp::Reader& in) {
@@ -344,7 +347,7 @@ void Executor::ask(mp::Reader& in) {
     std::optional<at::AutoGradMode> gradients;
     if (op->reads_grad_mode) gradients.emplace(grad_mode_);
     if (!loans_.empty())
-      for (uint64_t storage : written_storages(*op, args)) before_write(storage);
+      for (uint64_t storage : storages_of(op->handle.schema(), op->mutates, args)) before_write(storage);
     call_boxed(*op, d, stack, nullptr, fresh, &written);
     cause = d.poison();
   } catch (...) {
@@ -458,7 +461,7 @@ Executor::Adopted::~Adopted() {
   kept_descriptors -= map.fd >= 0;
   disown_memory(map.size);
   map.end();
-  if (spare) executor->returned_.emplace_back(spare, kClient);
+  if (spare) executor->returned_.add(spare, kClient);
 }
 
 void Executor::map(mp::Reader& in) {
@@ -478,7 +481,7 @@ void Executor::map(mp::Reader& in) {
     segment = {};
     made(storage, adopt({adopted->map.data, adopted, &Adopted::end, c10::Device(c10::DeviceType::CPU)}, n, g), site);
   } catch (...) {
-    if (spare) returned_.emplace_back(spare, kClient);
+    if (spare) returned_.add(spare, kClient);
     poison(storage, cause_of("internal", "an upload", "", site));
   }
 }
@@ -603,7 +606,7 @@ void Executor::recv_tensor(mp::Reader& in) {
       auto cause = make_cause("peer", "WorkerDied", dead->second, "a copy between workers", "", site);
       return poison(storage, cause);
     }
-    if (!returned_.empty()) return_borrowed();
+    if (returned_.any()) return_borrowed();
     if (exit_ || !wait_readable()) return;
     drain();
     it = incoming_.find(transfer);
@@ -637,7 +640,7 @@ void Executor::recv_tensor(mp::Reader& in) {
                               "a copy between workers", "", site);
       return poison(storage, cause);
     }
-    memory_stats().mapped += static_cast<int64_t>(n);
+    std::atomic_ref(memory_stats().mapped).fetch_add(static_cast<int64_t>(n), std::memory_order_relaxed);
     void* data = borrowed->map.data;
     made(storage, adopt({data, borrowed.release(), &end_borrowed, c10::Device(c10::DeviceType::CPU)}, n, g), site);
   } catch (...) {
@@ -774,8 +777,8 @@ void Executor::stats(mp::Reader& in) {
         {"ooms", m.failures},
         {"reserved", number(pool().reserved())}, {"peak_reserved", number(pool().peak_reserved())},
         {"limit", number(pool().limit())}, {"machine", number(machine_memory())}, {"available", number(available_memory())},
-        {"mapped", m.mapped}, {"lent", m.lent}, {"loans", number(loans_.size())}, {"storages", number(store_.size())},
-        {"donations", donations_}, {"lookaheads", lookaheads_}, {"lookahead_hits", lookahead_hits_},
+        {"mapped", std::atomic_ref(m.mapped).load(std::memory_order_relaxed)}, {"lent", m.lent}, {"loans", number(loans_.size())}, {"storages", number(store_.size())},
+        {"donations", donations_}, {"small_arithmetic", number(small_calls())}, {"lookaheads", lookaheads_}, {"lookahead_hits", lookahead_hits_},
         {"executed", number(executed_)}, {"received", number(received_)}};
     mp::put_array(b, std::size(rows));
     for (auto& [name, value] : rows) {

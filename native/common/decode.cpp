@@ -1,5 +1,5 @@
 // See decode.h.
-#include "worker/decode.h"
+#include "common/decode.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -8,7 +8,7 @@
 
 #include "common/protocol.h"
 
-namespace dtorch::worker {
+namespace dtorch {
 
 Slot& Store::at(uint64_t id) {
   auto* s = find(id);
@@ -25,6 +25,35 @@ at::Tensor view_of(const at::Tensor& first, const Geometry& g) {
   if (g.flags & kFlagConj) impl->_set_conj(true);
   if (g.flags & kFlagNeg) impl->_set_neg(true);
   return t;
+}
+
+std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::vector<int>& arguments, mp::Reader in) {
+  std::vector<uint64_t> out;
+  size_t n = in.array();
+  auto one = [&out](mp::Reader& r) {
+    if (r.kind() == mp::Kind::Int) {
+      out.push_back(r.uint());
+    } else if (r.kind() == mp::Kind::Array) {
+      r.array();
+      out.push_back(r.uint());
+      r.skip();
+    } else {
+      r.skip();
+    }
+  };
+  size_t next = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (next >= arguments.size() || static_cast<size_t>(arguments[next]) != i) {
+      in.skip();
+      continue;
+    }
+    ++next;
+    if (schema.arguments()[i].real_type()->kind() == c10::TypeKind::ListType)
+      for (size_t k = in.array(); k-- > 0;) one(in);
+    else
+      one(in);
+  }
+  return out;
 }
 
 at::Generator& Generators::get(uint32_t number) {
@@ -186,4 +215,4 @@ c10::IValue Decoder::ivalue(const c10::Type& type) {
   }
 }
 
-}  // namespace dtorch::worker
+}  // namespace dtorch

@@ -12,7 +12,7 @@
 #include <memory>
 #include <string>
 
-namespace dtorch::worker {
+namespace dtorch {
 
 // Why something failed: the first failure, shared by everything that depends on it.
 struct Cause {
@@ -55,4 +55,4 @@ class Store {
   ska::flat_hash_map<uint64_t, Slot> slots_;
 };
 
-}  // namespace dtorch::worker
+}  // namespace dtorch

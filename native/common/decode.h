@@ -1,19 +1,23 @@
-// Reads an operator's arguments off a record, boxed or typed. The twin of native/client/encode.h.
+// Reads an operator's arguments off a record, boxed or typed. The twin of client/encode.h.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/IListRef.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 
 #include "common/geometry.h"
-#include "worker/store.h"
+#include "common/store.h"
 
-namespace dtorch::worker {
+namespace dtorch {
 
 // A tensor on an existing storage.
 at::Tensor view_of(const at::Tensor& first, const Geometry& g);
+
+// The storages that some of an operator's arguments name, by the arguments' places in order; no tensor is touched.
+std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::vector<int>& arguments, mp::Reader record);
 
 struct Generators {
   // The CPU generator of a number; 0 is the process's default one. Made at its SEED.
@@ -47,4 +51,4 @@ class Decoder {
   bool lazy_bits_ = false;
 };
 
-}  // namespace dtorch::worker
+}  // namespace dtorch
