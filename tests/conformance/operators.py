@@ -23,7 +23,7 @@ UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empt
 DTYPES = ("float32", "float64", "bfloat16", "complex64", "int64", "bool")
 CHECKS = tuple(TABLE)
 #: A result may not fit into the input, and PyTorch may refuse what it made of a sample: with steps, as_strided_scatter.
-MAY_REFUSE = ("errors", "inplace", "out", "noncontiguous")
+MAY_REFUSE = ("errors", "inplace", "out", "noncontiguous", "double_backward")
 
 
 def names(dtype: str) -> list[str]:

@@ -66,7 +66,7 @@ class Part(Protocol):
 
     DTYPES: tuple[str, ...]  # what the whole run covers; ("float32",) where dtype means nothing
     CHECKS: tuple[str, ...]  # names for exclusions.txt and --checks
-    MAY_REFUSE: tuple[str, ...]  # the checks in which eager may raise every time
+    MAY_REFUSE: tuple[str, ...]  # the checks in which eager may raise every time, in float32 too
 
     @staticmethod
     def names(dtype: str) -> list[str]: ...
