@@ -171,6 +171,14 @@ def test_con3_all_together_are_bounded() -> None:
     assert (torch.arange(4, device="dtorch:0") + 1).sum().item() == 10
 
 
+def test_what_nothing_has_written_is_the_workers_to_tell() -> None:
+    source = torch.empty(1, dtype=torch.int64, device="dtorch:0")
+    torch.empty_like(source).copy_(source)  # the source is read as it is
+    before = told()
+    assert source.item() == source.tolist()[0]
+    assert told() == before
+
+
 def test_a_diamond_of_calls_is_followed_once_each() -> None:
     x = torch.ones((), dtype=torch.int64, device="dtorch:0")
     for _ in range(50):  # followed naively, 2 to the 50
@@ -211,7 +219,7 @@ def test_a_wrong_index_raises_eagers_own_exception_at_the_call_while_shapes_are_
     filled=lambda on: torch.zeros(5, 3, device=on.name).index_fill(1, on.put([-1, 0]), 2.0),
     number=lambda on: torch.ones((), device=on.name).index_select(0, on.put([0])),
 )
-def test_a_right_index_is_not_asked_for(program: Program) -> None:
+def test_a_right_index_gives_what_eager_gives(program: Program) -> None:
     same(program)
 
 

@@ -1,7 +1,6 @@
 // See contents.h.
 #include "client/contents.h"
 
-#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -59,9 +58,7 @@ bool hold(std::atomic<size_t>& bytes, size_t n) {
 
 // What PyTorch's switches do to integers: the type of the comparison with a float, and whether an operator is refused.
 int switches() {
-  const auto& context = at::globalContext();
-  int deterministic = !context.deterministicAlgorithms() ? 0 : context.deterministicAlgorithmsWarnOnly() ? 2 : 1;
-  return static_cast<int>(c10::typeMetaToScalarType(c10::get_default_dtype())) * 4 + deterministic;
+  return static_cast<int>(c10::typeMetaToScalarType(c10::get_default_dtype())) * 4 + deterministic_mode();
 }
 
 }  // namespace
@@ -69,7 +66,8 @@ int switches() {
 // What one storage holds at one time. `value` and `call` are guarded by Session::mu_.
 struct Contents {
   ~Contents() {
-    if (value.defined()) (uploaded ? uploaded_bytes : computed_bytes).fetch_sub(value.storage().nbytes(), std::memory_order_relaxed);
+    if (!value.defined()) return;
+    (uploaded ? uploaded_bytes : computed_bytes).fetch_sub(value.storage().nbytes(), std::memory_order_relaxed);
   }
 
   mutable at::Tensor value;                  // the storage's first tensor, on the CPU; nobody writes it. Once it is known
@@ -106,7 +104,8 @@ void check_arguments(const torch::jit::Stack& stack) {
   auto one = [](const at::Tensor& t) {
     if (!t.defined()) return;
     TORCH_CHECK(c10::isIntegralType(t.scalar_type(), /*includeBool=*/true), "not an integer");  // CON-1
-    TORCH_CHECK(storage_bytes(t.sizes(), t.strides(), t.storage_offset(), t.element_size()) <= t.storage().nbytes(), "too short");
+    size_t need = storage_bytes(t.sizes(), t.strides(), t.storage_offset(), t.element_size());
+    TORCH_CHECK(need <= t.storage().nbytes(), "too short");
   };
   for (const auto& v : stack) {
     if (v.isTensor()) one(v.toTensor());
@@ -141,8 +140,9 @@ at::Tensor make(const Call& call, uint64_t wanted, int& budget) {
   auto keep = [&](const at::Tensor& t) {
     TORCH_CHECK(next < call.made.size(), "more results than the client foretold");
     const auto& [id, g] = call.made[next++];
-    TORCH_CHECK(t.device().is_cpu() && t.layout() == at::kStrided && t.scalar_type() == g.dtype && t.sizes() == c10::IntArrayRef(g.sizes) &&
-                t.strides() == c10::IntArrayRef(g.strides) && t.storage_offset() == 0, "not the result the client foretold");
+    TORCH_CHECK(t.device().is_cpu() && t.layout() == at::kStrided && t.scalar_type() == g.dtype &&
+                t.sizes() == c10::IntArrayRef(g.sizes) && t.strides() == c10::IntArrayRef(g.strides) &&
+                t.storage_offset() == 0, "not the result the client foretold");
     store.put(id, copied(t), 0);  // memory of its own, and of PyTorch's allocator
   };
   for (size_t i = 0; i < stack.size(); ++i) {
@@ -272,7 +272,7 @@ at::Tensor of(const at::Tensor& t) {
     Session::Writer w(Session::get());
     c = ctx_of(t)->contents;
   }
-  if (!c || !c10::isIntegralType(t.scalar_type(), /*includeBool=*/true) || t.is_neg()) return {};
+  if (!c || c->is_blank || !c10::isIntegralType(t.scalar_type(), /*includeBool=*/true) || t.is_neg()) return {};
   try {
     // As the worker runs it: neither autograd, modes nor profilers of the program have a part in it, nor are they told.
     auto above = c10::autograd_dispatch_keyset_with_ADInplaceOrView;

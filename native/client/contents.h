@@ -7,8 +7,8 @@
 //
 // CON-1  Only integers and booleans, by PyTorch's own operators that draw no random numbers: exact on every device.
 // CON-2  Whatever may write a storage prolongs its recipe or ends it, in the critical section of its record.
-// CON-3  Bounded: kInlineBytes a storage, kMostDepth a recipe, kMostCalls an answer, kMostBytes and kMostAllCalls all. A recipe that was
-//        followed is a value from then on.
+// CON-3  Bounded: kInlineBytes a storage, kMostDepth a recipe, kMostCalls an answer, kMostBytes and kMostAllCalls all. A
+//        recipe that was followed is a value from then on.
 // CON-4  Operators' records are the same with it and without; only the question is not sent, nor the buffer for its sake. What
 //        cannot be followed, for whatever reason, the worker is asked.
 #pragma once

@@ -2,8 +2,8 @@
 //
 // A reply by way of the controller wakes five threads more than one that the worker writes into the client's own socket,
 // and a thread that waits can read that socket itself, which spares the reply thread's wake-up too. On two cores those
-// wake-ups are most of a round trip. Only replies to requests come here, and RETURNED, each a whole packet; everything that has an order
-// (progress, transfers, deaths) goes through the controller. A worker whose packet is too long, or whose socket is full or
+// wake-ups are most of a round trip. Only replies to requests come here, and RETURNED, each a whole packet; everything that
+// has an order (progress, transfers, deaths) goes through the controller. A worker whose packet is too long, or whose socket is full or
 // was not acknowledged (yet), sends the reply by way of the controller instead: either way it comes once (SES-3). So nothing
 // stands in a socket that the client has not taken in.
 //

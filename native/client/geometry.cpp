@@ -401,9 +401,9 @@ bool points_outside(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
     return false;
   }
   const auto& p = info.points;
-  auto tensor = [&](int i) { return args[static_cast<size_t>(i)].isTensor() ? args[static_cast<size_t>(i)].toTensor() : at::Tensor(); };
-  at::Tensor of = tensor(0), index = tensor(p.index);
-  if (!is_ours(of)) return false;
+  const auto& second = args[static_cast<size_t>(p.index)];
+  if (!args[0].isTensor() || !is_ours(args[0].toTensor()) || !second.isTensor()) return false;
+  const at::Tensor &of = args[0].toTensor(), &index = second.toTensor();
   int64_t dim = p.dim >= 0 ? args[static_cast<size_t>(p.dim)].toInt() : p.ignored >= 0 && of.dim() > 1 ? 1 : 0;
   if (dim < 0) dim += of.dim();
   int64_t n = of.dim() == 0 ? 1 : dim >= 0 && dim < of.dim() ? of.size(dim) : -1;

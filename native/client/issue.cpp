@@ -7,8 +7,14 @@
 
 #include "client/python_error.h"
 #include "client/sites.h"
+#include "common/decode.h"
 
 namespace dtorch {
+
+int deterministic_mode() {
+  const auto& context = at::globalContext();
+  return !context.deterministicAlgorithms() ? 0 : context.deterministicAlgorithmsWarnOnly() ? 2 : 1;
+}
 
 namespace {
 
@@ -23,8 +29,7 @@ void tell_switches(Session::Writer& w, const OpInfo& info, int worker) {
   };
   int dtype = static_cast<int>(c10::typeMetaToScalarType(c10::get_default_dtype()));
   if (__builtin_expect(dtype != state.default_dtype, 0)) option("default_dtype", state.default_dtype = dtype);
-  const auto& context = at::globalContext();
-  int deterministic = !context.deterministicAlgorithms() ? 0 : context.deterministicAlgorithmsWarnOnly() ? 2 : 1;
+  int deterministic = deterministic_mode();
   if (__builtin_expect(deterministic != state.deterministic, 0)) option("deterministic", state.deterministic = deterministic);
   if (__builtin_expect(info.reads_grad_mode && at::GradMode::is_enabled() != state.grad_mode, 0))
     option("grad_mode", state.grad_mode = at::GradMode::is_enabled());
@@ -101,14 +106,7 @@ c10::IValue read_value(mp::Reader& in) {
     case mp::Kind::Int: return in.integer();
     case mp::Kind::Float: return in.real();
     case mp::Kind::Str: return std::string(in.str());
-    case mp::Kind::Ext: {
-      int8_t type;
-      auto bytes = in.ext(&type);
-      double parts[2];
-      TORCH_CHECK(type == static_cast<int8_t>(Ext::COMPLEX) && bytes.size() == sizeof parts, "dtorch: bad value");
-      std::memcpy(parts, bytes.data(), sizeof parts);
-      return c10::complex<double>(parts[0], parts[1]);
-    }
+    case mp::Kind::Ext: return read_complex(in);
     default: in.skip(); return c10::IValue();
   }
 }

@@ -17,6 +17,9 @@ void check_running(Scratch& s);
 void check_written(const OpInfo& info, const at::Tensor& t);
 void check_written(const OpInfo& info, const c10::IValue& v);
 
+// PyTorch's determinism switch as a number: off, on, or 2 where it only warns.
+int deterministic_mode();
+
 // Writes the record; `outs` are the new tensors in the entry's order.
 void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs);
 

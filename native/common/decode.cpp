@@ -27,6 +27,15 @@ at::Tensor view_of(const at::Tensor& first, const Geometry& g) {
   return t;
 }
 
+c10::complex<double> read_complex(mp::Reader& in) {
+  int8_t type;
+  auto bytes = in.ext(&type);
+  double parts[2];
+  TORCH_CHECK(type == static_cast<int8_t>(Ext::COMPLEX) && bytes.size() == sizeof parts, "dtorch: not a complex number");
+  std::memcpy(parts, bytes.data(), sizeof parts);
+  return {parts[0], parts[1]};
+}
+
 std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::vector<int>& arguments, mp::Reader in) {
   std::vector<uint64_t> out;
   size_t n = in.array();
@@ -112,14 +121,7 @@ c10::Scalar Decoder::scalar() {
     case mp::Kind::Bool: return in_.boolean();
     case mp::Kind::Int: return in_.integer();
     case mp::Kind::Float: return in_.real();
-    default: {
-      int8_t type;
-      auto bytes = in_.ext(&type);
-      double parts[2];
-      TORCH_CHECK(type == static_cast<int8_t>(Ext::COMPLEX) && bytes.size() == sizeof parts, "bad scalar argument");
-      std::memcpy(parts, bytes.data(), sizeof parts);
-      return c10::complex<double>(parts[0], parts[1]);
-    }
+    default: return read_complex(in_);
   }
 }
 

@@ -13,6 +13,8 @@
 
 namespace dtorch {
 
+c10::complex<double> read_complex(mp::Reader& in);
+
 // A tensor on an existing storage.
 at::Tensor view_of(const at::Tensor& first, const Geometry& g);
 

@@ -1,4 +1,5 @@
-// The worker's tensors: storage id -> the storage's first tensor, or why there is none.
+// A worker's tensors: storage id -> the storage's first tensor, or why there is none. The client has one for the moment in which
+// it follows a record (client/contents.cpp).
 //
 // STORE-1  A slot holds the only lasting reference to its storage: erasing it frees the memory (unless an operator that
 //          runs right now still reads it).

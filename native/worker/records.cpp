@@ -777,8 +777,10 @@ void Executor::stats(mp::Reader& in) {
         {"ooms", m.failures},
         {"reserved", number(pool().reserved())}, {"peak_reserved", number(pool().peak_reserved())},
         {"limit", number(pool().limit())}, {"machine", number(machine_memory())}, {"available", number(available_memory())},
-        {"mapped", std::atomic_ref(m.mapped).load(std::memory_order_relaxed)}, {"lent", m.lent}, {"loans", number(loans_.size())}, {"storages", number(store_.size())},
-        {"donations", donations_}, {"small_arithmetic", number(small_calls())}, {"lookaheads", lookaheads_}, {"lookahead_hits", lookahead_hits_},
+        {"mapped", std::atomic_ref(m.mapped).load(std::memory_order_relaxed)}, {"lent", m.lent},
+        {"loans", number(loans_.size())}, {"storages", number(store_.size())},
+        {"donations", donations_}, {"small_arithmetic", number(small_calls())},
+        {"lookaheads", lookaheads_}, {"lookahead_hits", lookahead_hits_},
         {"executed", number(executed_)}, {"received", number(received_)}};
     mp::put_array(b, std::size(rows));
     for (auto& [name, value] : rows) {
