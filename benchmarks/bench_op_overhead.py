@@ -10,11 +10,15 @@ The size is the result's; mm multiplies by a square matrix of at most 1024 rows,
 1024, SDPA has heads of 64 and 128 tokens, and grows in heads and batch. Both sides use the same number of threads. A
 round takes each side about --budget milliseconds, so large operators are few: the least is 3.
 
-    dtorch bench op_overhead [--op add --op mm] [--size 4 --size 1048576] [--budget 40] [--records 50000]
+Cores of a shared machine differ in speed from one second to the next, and PyTorch computes on one while the worker
+computes on another. --same-core holds PyTorch's stream and the worker to one and the same, dtorch's client to the rest.
+
+    dtorch bench op_overhead [--op add --op mm] [--size 4 --size 1048576] [--budget 40] [--records 50000] [--same-core]
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +35,7 @@ from dtorch.client import engine
 
 SIZES = (4, KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
 US = 1e6
+CORES = os.sched_getaffinity(0)
 #: The least and the most operators of a round.
 FEW, MANY = 3, 1_000_000
 
@@ -90,6 +95,16 @@ OPERATORS: dict[str, Callable[[int, str], Operator]] = {
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
+def hold(side: str) -> None:
+    """Where this thread runs while ``side`` streams: PyTorch where the worker computes, dtorch's client elsewhere."""
+    core = max(CORES)
+    os.sched_setaffinity(0, {core} if side == "eager" else (CORES - {core} or CORES))
+    running = engine.current()
+    assert running is not None
+    for thread in os.listdir(f"/proc/{running.pids()['worker-0']}/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
 def stream(operator: Operator, count: int, side: Side) -> dict[str, float]:
     """Microseconds an operator, until the loop has returned and until all is computed."""
     start = time.perf_counter()
@@ -120,7 +135,13 @@ def one_size(name: str, nbytes: int, sides: dict[str, Side], args: Any) -> list[
     one = stream(issue["eager"], FEW, sides["eager"])["stream"]
     count = max(FEW, min(MANY, int(args.budget * 1000 / one)))
     trips = max(FEW, min(100, count))
-    work = {side: lambda side=side: stream(issue[side], count, sides[side]) for side in sides}
+
+    def timed(side: str) -> dict[str, float]:
+        if args.same_core:
+            hold(side)
+        return stream(issue[side], count, sides[side])
+
+    work = {side: lambda side=side: timed(side) for side in sides}
     streams = _bench.alternate(args.rounds, work)
     values = _bench.alternate(args.rounds, {side: lambda side=side: value(issue[side], trips) for side in sides})
     case = f"{name} {size_text(nbytes)}"
@@ -196,6 +217,7 @@ def main() -> None:
     parser.add_argument("--size", action="append", type=int, help="bytes of the result; may be repeated")
     parser.add_argument("--budget", type=float, default=40, help="milliseconds of PyTorch's time a round (default 40)")
     parser.add_argument("--records", type=int, default=50_000, help="of a round of the stages; 0: none (default 50000)")
+    parser.add_argument("--same-core", action="store_true", help="both sides compute on one core, by turns")
     args = parser.parse_args()
     names = args.op or list(OPERATORS)
     sides = _bench.start(args)
