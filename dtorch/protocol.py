@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import Final
 
 #: Raised on every change of a message or record. A changelog line goes with it.
-VERSION: Final = 5
+VERSION: Final = 6
 
 #: Values up to this many bytes travel inside a message; larger ones as a descriptor of a shared segment.
 INLINE_BYTES: Final = 64 * 1024
@@ -206,7 +206,10 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #: geometry  strides and offset may be nil (row-major, 0); sizes and strides count elements.
 #:           A result may start anywhere in its storage, whose first geometry then is all of it up to the result's last
 #:           element, and may have flags, which the first geometry never has.
-#: tensor    a storage id where the tensor is the storage's first geometry, else a view: [storage, geometry].
+#: tensor    a storage id where the tensor is the storage's first geometry, else a view: [storage, geometry]; an
+#:           operator's argument may be sparse.
+#: sparse    a sparse tensor is its dense parts one after the other, `tensor` each: indices and values (COO), or
+#:           compressed indices, plain indices and values; `layout` is PyTorch's number (1 COO, 2 CSR, 4 CSC, 5 BSR, 6 BSC), `sizes` an array.
 #: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD and maps `nbytes` from `offset`
 #:           privately. The owner leaves them as they are until `token` is released (by a RELEASE with that number as
 #:           its storage, or TRANSFER_DONE), which the receiver does when its mapping ends.
@@ -216,11 +219,13 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #: trace     what a process noted for dtorch.profile(), the oldest events first: `events` is a bin of TRACE_EVENT
 #:           structs and empty at the end; `dropped` counts what did not fit; `texts` come with the empty one: number n
 #:           stands at n - 1.
-#: returns   one per result: [storage, geometry] | [[storage, geometry], ...] | scalar | nil (an argument comes back);
-#:           then one more: per written argument the geometries of its tensors now (out= arguments are resized).
+#: returns   one per result: [storage, geometry] | sparse | [either, ...] | scalar | nil (an argument comes back); a
+#:           sparse result's parts are [storage, geometry]. Then one more: per written argument the geometries of its
+#:           tensors now (out= arguments are resized), sparse ones as results, with nil for a part that stays.
 STRUCT_FIELDS: Final[dict[str, str]] = {
     "geometry": "dtype sizes strides offset flags",
     "view": "storage geometry",
+    "sparse": "layout sizes coalesced parts",
     "segment": "pid fd offset nbytes token",
     "error": "kind type message op shapes site worker held",
     "trace": "events dropped texts",

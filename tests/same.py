@@ -54,11 +54,28 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
+def sparse_parts(t: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The dense tensors that a sparse one is made of."""
+    t = t.detach()
+    if t.layout == torch.sparse_coo:
+        return {"indices": t._indices(), "values": t._values()}
+    rows = t.layout in (torch.sparse_csr, torch.sparse_bsr)
+    compressed, plain = (t.crow_indices(), t.col_indices()) if rows else (t.ccol_indices(), t.row_indices())
+    return {"compressed indices": compressed, "plain indices": plain, "values": t.values()}
+
+
 def assert_same(got: Any, want: Any, where: str = "the result") -> None:
     """``got`` (on a worker) has eager's structure, types, shapes, strides and bits."""
     if isinstance(want, torch.Tensor):
         assert isinstance(got, torch.Tensor), f"{where}: {type(got)}, not a tensor"
         assert got.device.type == "dtorch", f"{where} is on {got.device}"
+        assert got.layout == want.layout, f"{where} is {got.layout}, eager's is {want.layout}"
+        if want.layout != torch.strided:
+            assert (got.dtype, got.shape, got.requires_grad) == (want.dtype, want.shape, want.requires_grad), where
+            if want.layout == torch.sparse_coo:
+                assert got.is_coalesced() == want.is_coalesced(), f"{where}: coalesced"
+            assert_same(sparse_parts(got), sparse_parts(want), where)
+            return
         seen = (got.dtype, tuple(got.shape), got.stride(), got.storage_offset(), got.is_conj(), got.is_neg())
         eager = (want.dtype, tuple(want.shape), want.stride(), want.storage_offset(), want.is_conj(), want.is_neg())
         assert seen == eager, f"{where}: dtype, shape, stride, offset, conj, neg are {seen}, eager's are {eager}"

@@ -11,6 +11,7 @@
 #include "client/generator.h"
 #include "client/issue.h"
 #include "common/protocol.h"
+#include "common/sparse_parts.h"
 
 namespace dtorch {
 
@@ -54,7 +55,7 @@ void put_tensor(Buffer& b, const at::TensorImpl* t, const StorageCtx* ctx) {
 }
 
 void Encoder::mismatch(const at::Tensor& t) {
-  TORCH_CHECK(t.layout() == at::kStrided, "dtorch: ", info_.name, " was given a ", t.layout(),
+  TORCH_CHECK(t.layout() == at::kStrided || is_sparse(t), "dtorch: ", info_.name, " was given a ", t.layout(),
               " tensor, which dtorch does not hold; use .to_dense() before moving it");
   std::string here = s_.worker >= 0 ? "dtorch:" + std::to_string(s_.worker) : "dtorch:" + std::to_string(current_worker());
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", here, " and ",
@@ -79,15 +80,8 @@ void write_zeros(const at::Tensor& t) {
 
 }  // namespace
 
-void Encoder::arg(const at::Tensor& t) {
-  if (!t.defined()) return nil();
+inline void Encoder::name(const at::Tensor& t) {
   auto* impl = t.unsafeGetTensorImpl();
-  if (__builtin_expect(impl->device_type() != kDevice, 0)) return cpu_tensor(t);
-  constexpr auto unusual = c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
-  if (__builtin_expect(impl->layout() != at::kStrided || impl->key_set().has_any(unusual), 0)) {
-    if (impl->layout() != at::kStrided || impl->is_python_dispatch()) mismatch(t);
-    write_zeros(t);
-  }
   auto* ctx = ctx_of(impl->unsafe_storage().unsafeGetStorageImpl());
   if (s_.worker != ctx->worker) {
     if (s_.worker >= 0) mismatch(t);
@@ -95,6 +89,19 @@ void Encoder::arg(const at::Tensor& t) {
   }
   s_.refs.push_back(ctx);
   put_tensor(s_.record, impl, ctx);
+}
+
+void Encoder::arg(const at::Tensor& t) {
+  if (!t.defined()) return nil();
+  auto* impl = t.unsafeGetTensorImpl();
+  if (__builtin_expect(impl->device_type() != kDevice, 0)) return cpu_tensor(t);
+  constexpr auto unusual = c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  if (__builtin_expect(impl->layout() != at::kStrided || impl->key_set().has_any(unusual), 0)) {
+    if (parts_in(impl->layout()) && !impl->is_python_dispatch()) return sparse(t);
+    if (impl->layout() != at::kStrided || impl->is_python_dispatch()) mismatch(t);
+    write_zeros(t);
+  }
+  name(t);
 
   auto sizes = impl->sizes();
   auto strides = impl->strides();
@@ -107,6 +114,22 @@ void Encoder::arg(const at::Tensor& t) {
   std::memcpy(p + 4, sizes.data(), n);
   std::memcpy(p + 4 + n, strides.data(), n);
   s_.key.advance(4 + 2 * n);
+}
+
+// By its parts. Its key has no number of elements: no dense result's geometry follows from that.
+void Encoder::sparse(const at::Tensor& t) {
+  auto s = take_apart(t);
+  put_sparse_head(s_.record, s);
+  for (const auto& part : s.parts) {
+    if (!is_ours(part)) mismatch(part);
+    if (part.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::ZeroTensor)) write_zeros(part);
+    name(part);
+  }
+  uint8_t head[] = {'S', static_cast<uint8_t>(s.layout), static_cast<uint8_t>(t.scalar_type()), s.coalesced,
+                    static_cast<uint8_t>(s.parts[0].size(0)), static_cast<uint8_t>(s.sizes.size())};
+  if (s.layout != at::kSparse) head[4] = static_cast<uint8_t>(s.parts.back().dim());
+  s_.key.append(head, sizeof head);
+  s_.key.append(s.sizes.data(), s.sizes.size() * sizeof(int64_t));
 }
 
 // A CPU tensor may stand among ours where PyTorch allows it beside any device: a single number.

@@ -87,6 +87,9 @@ class Encoder {
     s_.key.advance(9);
   }
   void cpu_tensor(const at::Tensor& t);
+  void sparse(const at::Tensor& t);
+  // Names the tensor in the record, and its storage in the scratch.
+  void name(const at::Tensor& t);
   [[noreturn]] void mismatch(const at::Tensor& t);
 
   Scratch& s_;

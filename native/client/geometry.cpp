@@ -458,6 +458,12 @@ void learn_geometry(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IVa
   remember(last_of(info), key, std::move(entry));
 }
 
+void count_ask() {
+  auto& c = cache();
+  std::lock_guard lock(c.mu);
+  ++c.stats.asks;
+}
+
 GeometryStats geometry_stats() {
   auto& c = cache();
   std::lock_guard lock(c.mu);

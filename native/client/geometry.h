@@ -105,6 +105,7 @@ struct GeometryStats {
   uint64_t misses = 0, asks = 0, miss_ns = 0, entries = 0;
 };
 GeometryStats geometry_stats();
+void count_ask();  // a worker was asked about an operator on sparse tensors, which are not cached here
 
 OutSpec make_spec(at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides);
 OutSpec make_spec(const at::Tensor& like);

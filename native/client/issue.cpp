@@ -8,6 +8,7 @@
 #include "client/python_error.h"
 #include "client/sites.h"
 #include "common/decode.h"
+#include "common/sparse_parts.h"
 
 namespace dtorch {
 
@@ -86,10 +87,15 @@ void rewrite(const at::Tensor& t, const Rewrite& r, bool was_first) {
   ctx->first.strides = r.strides;
 }
 
-// Reads one [storage, geometry] of a META reply into a tensor.
+// Reads one new tensor of a META reply.
 at::Tensor read_made(mp::Reader& in, int worker, uint64_t seq) {
   if (in.try_nil()) return at::Tensor();
-  in.array();
+  size_t length = in.array();
+  if (length != kViewLength) {
+    auto s = read_sparse_head(in, length);
+    for (auto& part : s.parts) part = read_made(in, worker, seq);
+    return put_together(s);
+  }
   uint64_t id = in.uint();
   auto g = read_geometry(in);
   auto t = make_result(worker, g);
@@ -111,8 +117,17 @@ c10::IValue read_value(mp::Reader& in) {
   }
 }
 
-// Takes the geometry that an operator gave to a tensor it wrote; true when it changed.
-bool follow(mp::Reader& in, int arg, const at::Tensor& t) {
+// Takes the geometry, or the parts, that an operator gave to a tensor it wrote; true when the geometry changed.
+bool follow(mp::Reader& in, int arg, const at::Tensor& t, int worker, uint64_t seq) {
+  if (is_sparse(t)) {
+    auto before = take_apart(t), now = read_sparse_head(in, in.array());
+    for (size_t i = 0; i < now.parts.size(); ++i) {
+      now.parts[i] = read_made(in, worker, seq);
+      if (!now.parts[i].defined()) now.parts[i] = before.parts[i];
+    }
+    replace_parts(t, now);
+    return false;
+  }
   auto g = read_geometry(in);
   Rewrite r{arg, std::move(g.sizes), std::move(g.strides)};
   if (!t.defined() || !is_ours(t)) return false;
@@ -135,6 +150,7 @@ void learn(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args
       for (auto& t : list) add(t);
       e->returns.push_back({ReturnSpec::Kind::List, first, static_cast<int>(list.size())});
     } else if (r.kind == OpInfo::Result::Tensor && results[i].isTensor() && results[i].toTensor().defined()) {
+      if (is_sparse(results[i].toTensor())) return;  // of as many elements as the data says
       add(results[i].toTensor());
       e->returns.push_back({ReturnSpec::Kind::New, first, 1});
     } else if (r.kind == OpInfo::Result::Tensor) {
@@ -170,7 +186,8 @@ std::vector<c10::IValue> results_of(const Entry& entry, c10::SmallVectorImpl<at:
   return results;
 }
 
-// Sends the operator as a question and waits for what came of it.
+}  // namespace
+
 void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args, bool dynamic) {
   auto& session = Session::get();
   uint32_t site = sites::current();
@@ -234,7 +251,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
     else if (v.isTensor()) tensors.push_back(v.toTensor());
     for (size_t k = 0, n_tensors = in.array(); k < n_tensors; ++k) {
       if (in.try_nil()) continue;
-      bool changed = follow(in, info.writes[i], tensors.at(k));
+      bool changed = follow(in, info.writes[i], tensors.at(k), s.worker, seq);
       list_resized = list_resized || (changed && v.isTensorList());
     }
   }
@@ -242,6 +259,8 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
   torch::jit::drop(*stack, info.n_args);
   for (auto& r : results) stack->push_back(std::move(r));
 }
+
+namespace {
 
 // While inferring: results without records. In-place and out= operators have nothing to tell.
 void infer_only(const OpInfo& info, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args) {

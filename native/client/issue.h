@@ -23,6 +23,10 @@ int deterministic_mode();
 // Writes the record; `outs` are the new tensors in the entry's order.
 void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs);
 
+// Sends the operator as a question, waits for what came of it, and puts that on the stack in the place of the arguments.
+// Unless `dynamic`, the next call with the same key need not ask.
+void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<c10::IValue> args, bool dynamic);
+
 // The new tensors an entry promises.
 inline at::Tensor make_out(int worker, const OutSpec& spec) { return make_result(worker, spec.geometry); }
 

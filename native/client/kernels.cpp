@@ -291,11 +291,11 @@ bool forced(const c10::OperatorHandle& op) {
   return takes_tensor;
 }
 
-// Sparse, nested and quantized tensors have dispatch keys of their own.
+// Nested and quantized tensors have dispatch keys of their own; so have sparse ones (sparse.cpp).
 void unsupported(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "dtorch: ", op.schema().name(),
-                              " on a sparse, nested or quantized tensor is not supported on the dtorch device. Keep such tensors "
-                              "on the CPU, or make them dense first: .to_dense(), torch.nested.to_padded_tensor, .dequantize()");
+                              " on a nested or quantized tensor is not supported on the dtorch device. Keep such tensors on "
+                              "the CPU, or make them dense first: torch.nested.to_padded_tensor, .dequantize()");
 }
 
 torch::Library& keep(torch::Library&& lib) {
@@ -352,6 +352,7 @@ void register_kernels() {
   register_counts();
   register_recurrent();
   register_autocast();
+  register_sparse();
   register_nested();
 
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -365,8 +366,7 @@ void register_kernels() {
   auto& any = keep(Library(Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__));
   any.fallback(torch::CppFunction::makeFromBoxedFunction<&boxed>());
 
-  for (auto key : {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
-                   c10::DispatchKey::NestedTensorPrivateUse1, c10::DispatchKey::QuantizedPrivateUse1}) {
+  for (auto key : {c10::DispatchKey::NestedTensorPrivateUse1, c10::DispatchKey::QuantizedPrivateUse1}) {
     auto& none = keep(Library(Library::IMPL, "_", key, __FILE__, __LINE__));
     none.fallback(torch::CppFunction::makeFromBoxedFunction<&unsupported>());
   }

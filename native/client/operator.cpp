@@ -2,6 +2,7 @@
 #include "client/operator.h"
 
 #include "client/geometry.h"
+#include "common/decode.h"
 
 #include <c10/util/flat_hash_map.h>
 
@@ -46,7 +47,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   name = schema.name();
   overload = schema.overload_name();
   n_args = schema.arguments().size();
-  reads_grad_mode = name == "aten::mkldnn_rnn_layer";
+  reads_grad_mode = dtorch::reads_grad_mode(name);
   asks = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 
   // arange and its kin take their length from Scalars, custom operators may; everywhere else a Scalar's value is only data.

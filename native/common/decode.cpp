@@ -4,9 +4,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/List.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
 
 #include "common/protocol.h"
+#include "common/sparse_parts.h"
 
 namespace dtorch {
 
@@ -39,13 +41,16 @@ c10::complex<double> read_complex(mp::Reader& in) {
 std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::vector<int>& arguments, mp::Reader in) {
   std::vector<uint64_t> out;
   size_t n = in.array();
-  auto one = [&out](mp::Reader& r) {
+  auto one = [&out](auto&& self, mp::Reader& r) -> void {
     if (r.kind() == mp::Kind::Int) {
       out.push_back(r.uint());
     } else if (r.kind() == mp::Kind::Array) {
-      r.array();
-      out.push_back(r.uint());
-      r.skip();
+      size_t length = r.array();
+      if (length == kViewLength) {
+        out.push_back(r.uint());
+        return r.skip();
+      }
+      for (size_t parts = read_sparse_head(r, length).parts.size(); parts-- > 0;) self(self, r);
     } else {
       r.skip();
     }
@@ -58,9 +63,9 @@ std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::
     }
     ++next;
     if (schema.arguments()[i].real_type()->kind() == c10::TypeKind::ListType)
-      for (size_t k = in.array(); k-- > 0;) one(in);
+      for (size_t k = in.array(); k-- > 0;) one(one, in);
     else
-      one(in);
+      one(one, in);
   }
   return out;
 }
@@ -95,7 +100,8 @@ at::Tensor Decoder::tensor() {
       return s.first;
     }
     case mp::Kind::Array: {
-      in_.array();
+      size_t length = in_.array();
+      if (__builtin_expect(length != kViewLength, 0)) return sparse(length);
       uint64_t id = in_.uint();
       auto g = read_geometry(in_);
       auto& s = store_.at(id);
@@ -103,7 +109,7 @@ at::Tensor Decoder::tensor() {
         if (!poison_) poison_ = s.poison;
         return at::Tensor();
       }
-      lazy_bits_ = lazy_bits_ || g.flags != 0;
+      needs_dispatch_ = needs_dispatch_ || g.flags != 0;
       return view_of(s.first, g);
     }
     case mp::Kind::Ext: {
@@ -114,6 +120,20 @@ at::Tensor Decoder::tensor() {
     }
     default: TORCH_CHECK(false, "bad tensor argument");
   }
+}
+
+at::Tensor Decoder::sparse(size_t length) {
+  auto s = read_sparse_head(in_, length);
+  for (auto& part : s.parts) part = tensor();
+  if (poison_) return at::Tensor();
+  // Under names of their own: an operator may change the sizes of what a sparse tensor is made of.
+  for (auto& part : s.parts) part = view_of(part, geometry_of(part));
+  needs_dispatch_ = true;
+  auto t = put_together(s);
+  // Where gradients are enabled the operator's kernel looks whether a tensor wants one (operators.h: reads_grad_mode).
+  bool differentiable = c10::isFloatingType(t.scalar_type()) || c10::isComplexType(t.scalar_type());
+  if (at::GradMode::is_enabled() && differentiable) t.set_requires_grad(true);
+  return t;
 }
 
 c10::Scalar Decoder::scalar() {

@@ -13,6 +13,11 @@
 
 namespace dtorch {
 
+// Operators whose kernels do other work, and give other results, where gradients are enabled.
+inline bool reads_grad_mode(std::string_view name) {
+  return name == "aten::mkldnn_rnn_layer" || name == "aten::_sparse_mm_reduce_impl";
+}
+
 c10::complex<double> read_complex(mp::Reader& in);
 
 // A tensor on an existing storage.
@@ -41,16 +46,18 @@ class Decoder {
 
   mp::Reader& in() { return in_; }
   const CausePtr& poison() const { return poison_; }
-  bool lazy_bits() const { return lazy_bits_; }  // some argument is a conjugate or negative view
+  // Some argument is a conjugate or negative view, or sparse: the operator is not its kernel for dense tensors.
+  bool needs_dispatch() const { return needs_dispatch_; }
 
  private:
   at::Tensor cpu_tensor(std::string_view bytes);
+  at::Tensor sparse(size_t length);
 
   mp::Reader& in_;
   Store& store_;
   Generators& generators_;
   CausePtr poison_;
-  bool lazy_bits_ = false;
+  bool needs_dispatch_ = false;
 };
 
 }  // namespace dtorch

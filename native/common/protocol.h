@@ -7,7 +7,7 @@
 
 namespace dtorch {
 
-constexpr int kVersion = 5;
+constexpr int kVersion = 6;
 constexpr size_t kInlineBytes = 64 * 1024;
 constexpr size_t kDirectBytes = 80 * 1024;
 

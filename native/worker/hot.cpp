@@ -145,11 +145,11 @@ struct Hot<Op, Into, R(A...)> {
     // Braces: the arguments are decoded in the order they stand in.
     std::tuple<Held<std::decay_t<A>>...> held{Held<std::decay_t<A>>(d)...};
     if (d.poison()) return;
-    // All tensors are CPU tensors without autograd: the key is known. A conjugate view needs the dispatcher's own choice.
+    // All tensors are CPU tensors without autograd: the key is known. A conjugate view or a sparse tensor needs the dispatcher's own choice.
     constexpr c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
     if constexpr (kSmall<Op> != Arithmetic::None) {
       const at::Tensor &a = std::get<0>(held).v, &b = std::get<1>(held).v;
-      bool simple = !d.lazy_bits();
+      bool simple = !d.needs_dispatch();
       if constexpr (sizeof...(A) > 2) simple = simple && plain(std::get<2>(held).v);
       at::Tensor out;
       if constexpr (std::is_reference_v<R>) out = a;
@@ -164,10 +164,10 @@ struct Hot<Op, Into, R(A...)> {
     std::apply(
         [&](auto&... h) {
           if constexpr (std::is_reference_v<R>) {
-            d.lazy_bits() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...);
+            d.needs_dispatch() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...);
           } else {
             if constexpr (!std::is_void_v<Into>) {
-              if (donor && sole(*donor) && !d.lazy_bits()) {
+              if (donor && sole(*donor) && !d.needs_dispatch()) {
                 at::Tensor out = *donor;
                 if constexpr (std::is_invocable_v<decltype(&Into::redispatch), c10::DispatchKeySet, A..., at::Tensor&>)
                   Into::redispatch(cpu, h.get()..., out);
@@ -176,7 +176,7 @@ struct Hot<Op, Into, R(A...)> {
                 return made.push_back(std::move(out));
               }
             }
-            keep(made, d.lazy_bits() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...));
+            keep(made, d.needs_dispatch() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...));
           }
         },
         held);

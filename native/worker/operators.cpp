@@ -85,7 +85,7 @@ void find_twin(Operator& op) {
 Operator::Operator(const c10::OperatorHandle& h) : handle(h) {
   const auto& schema = h.schema();
   name = schema.name();
-  reads_grad_mode = name == "aten::mkldnn_rnn_layer";
+  reads_grad_mode = dtorch::reads_grad_mode(name);
   custom = name.rfind("aten::", 0) != 0;
   if (auto silent = kSilentWrites.find(name); silent != kSilentWrites.end()) mutates = silent->second;
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();
@@ -137,7 +137,7 @@ c10::IValue owned(const Operator& op, const c10::IValue& v) {
 }  // namespace
 
 void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const at::Tensor* donor,
-                std::vector<at::Tensor>& made, std::vector<c10::IValue>* written) {
+                std::vector<at::Tensor>& made, std::vector<Written>* written) {
   const auto& schema = op.handle.schema();
   size_t n = d.in().array();
   TORCH_CHECK(n == schema.arguments().size(), op.name, " came with ", n, " arguments");
@@ -150,8 +150,8 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const 
   if (__builtin_expect(op.custom, 0))
     for (auto& v : stack) v = renamed(v);
   if (written)
-    for (int i : op.writes) written->push_back(stack[static_cast<size_t>(i)]);
-  if (donor && sole(*donor) && !d.lazy_bits()) {
+    for (int i : op.writes) written->emplace_back(stack[static_cast<size_t>(i)]);
+  if (donor && sole(*donor) && !d.needs_dispatch()) {
     if (op.donation == Operator::Donation::Out) stack.emplace_back(*donor);
     op.twin->callBoxed(stack);
     made.push_back(*donor);
@@ -186,7 +186,17 @@ void describe_tensor(std::ostream& out, mp::Reader& in, Store& store) {
       return;
     }
     case mp::Kind::Array: {
-      in.array();
+      size_t length = in.array();
+      if (length != kViewLength) {
+        auto s = read_sparse_head(in, length);
+        out << "Tensor[" << s.layout << ", " << c10::IntArrayRef(s.sizes) << ", of ";
+        for (size_t i = 0; i < s.parts.size(); ++i) {
+          if (i) out << ", ";
+          describe_tensor(out, in, store);
+        }
+        out << "]";
+        return;
+      }
       in.uint();
       auto g = read_geometry(in);
       describe(out, g.dtype, g.sizes);
@@ -252,8 +262,8 @@ std::string describe_arguments(const Operator& op, mp::Reader in, Store& store) 
 void require_plain(const Operator& op, const at::Tensor& t) {
   TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && t.has_storage() && !t.is_nested() && !t.is_quantized() &&
                                   t.device().is_cpu(), "dtorch: ",
-                              op.name, " gives a ", t.toString(), " tensor, and the dtorch device holds dense tensors only. Keep "
-                              "such tensors on the CPU: call .cpu() before this operator");
+                              op.name, " gives a ", t.toString(), " tensor where dtorch holds dense ones only. Keep such "
+                              "tensors on the CPU: call .cpu() before this operator");
 }
 
 at::Tensor conform(const Operator& op, at::Tensor t, const Geometry& g) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/decode.h"
+#include "common/sparse_parts.h"
 
 namespace dtorch::worker {
 
@@ -34,11 +35,20 @@ struct Operator {
 
 Operator::Unboxed find_unboxed(const std::string& name, const std::string& overload);
 
+// An argument that an operator writes, and what it was made of before the call where it is sparse.
+struct Written {
+  explicit Written(const c10::IValue& v) : value(v) {
+    if (v.isTensor() && is_sparse(v.toTensor())) parts = take_apart(v.toTensor()).parts;
+  }
+  c10::IValue value;
+  decltype(Sparse::parts) parts;
+};
+
 // Decodes the arguments and calls the operator boxed. `made` gets the new tensors in order; `stack` holds all results.
 // A poisoned argument leaves both empty (see Decoder::poison). `donor` as for Operator::Unboxed.
 // `written`, when given, gets the arguments the operator writes, as they are after the call.
 void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const at::Tensor* donor,
-                std::vector<at::Tensor>& made, std::vector<c10::IValue>* written = nullptr);
+                std::vector<at::Tensor>& made, std::vector<Written>* written = nullptr);
 
 // Whether only the store holds the tensor's storage: no view of it is among the decoded arguments, no reader has it.
 inline bool sole(const at::Tensor& t) { return t.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1; }
@@ -50,7 +60,7 @@ void describe(std::ostream& out, at::ScalarType dtype, c10::IntArrayRef sizes);
 std::string describe_arguments(const Operator& op, mp::Reader args, Store& store);
 
 // Throws NotImplementedError for a sparse, nested, quantized or opaque result, or one on another device: it has no place in
-// the store.
+// the store. (A sparse one is given to the client by its parts: records.cpp, ask.)
 void require_plain(const Operator& op, const at::Tensor& made);
 
 // The tensor as the client predicted it: same bytes, its strides; throws when sizes or dtype differ.

@@ -339,7 +339,7 @@ void Executor::ask(mp::Reader& in) {
   CausePtr cause;
   torch::jit::Stack stack;
   std::vector<at::Tensor> fresh;
-  std::vector<c10::IValue> written;
+  std::vector<Written> written;
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
     Decoder d(in, store_, generators_);
@@ -358,7 +358,10 @@ void Executor::ask(mp::Reader& in) {
   uint64_t next = in.uint();
   if (!cause) {
     try {
-      for (const auto& t : fresh) require_plain(*op, t);
+      for (const auto& t : fresh) {
+        if (!is_sparse(t)) require_plain(*op, t);
+        else for (const auto& part : take_apart(t).parts) require_plain(*op, part);
+      }
     } catch (...) {
       cause = cause_of("call", op->name, describe_arguments(*op, args, store_), site);
     }
@@ -371,13 +374,26 @@ void Executor::ask(mp::Reader& in) {
   mp::put_uint(b, request);
   mp::put_int(b, worker_);
   mp::put_array(b, stack.size() + 1);
-  auto give = [&](const at::Tensor& t) {
-    if (!t.defined()) return mp::put_nil(b);
+  auto give_dense = [&](const at::Tensor& t) {
     auto g = geometry_of(t);
     mp::put_array(b, 2);
     mp::put_uint(b, next);
     dtorch::put_geometry(b, g.dtype, g.sizes, g.strides, g.offset, g.flags);
     made(next++, g.offset || g.flags ? view_of(t, first_of(g)) : t, site);
+  };
+  // Its parts that are not what they were. A part that something else has too, besides the sparse tensor and `s`, is copied.
+  auto give_sparse = [&](const at::Tensor& t, at::ArrayRef<at::Tensor> before) {
+    auto s = take_apart(t);
+    put_sparse_head(b, s);
+    for (size_t i = 0; i < s.parts.size(); ++i) {
+      const auto& part = s.parts[i];
+      if (i < before.size() && part.is_same(before[i])) mp::put_nil(b);
+      else give_dense(sole(part) && part.use_count() == 2 ? part : part.clone());
+    }
+  };
+  auto give = [&](const at::Tensor& t) {
+    if (!t.defined()) mp::put_nil(b);
+    else is_sparse(t) ? give_sparse(t, {}) : give_dense(t);
   };
   for (size_t i = 0; i < stack.size(); ++i) {
     const auto& v = stack[i];
@@ -408,12 +424,16 @@ void Executor::ask(mp::Reader& in) {
   }
   // Where the operator resized what it was given to write, the client must follow.
   mp::put_array(b, written.size());
-  for (const auto& v : written) {
+  for (const auto& [v, parts] : written) {
     std::vector<at::Tensor> tensors;
     if (v.isTensorList()) tensors = v.toTensorVector();
     else if (v.isTensor()) tensors.push_back(v.toTensor());
     mp::put_array(b, tensors.size());
-    for (const auto& t : tensors) t.defined() ? put_geometry(b, t) : mp::put_nil(b);
+    for (const auto& t : tensors) {
+      if (!t.defined()) mp::put_nil(b);
+      else if (is_sparse(t)) give_sparse(t, parts);
+      else put_geometry(b, t);
+    }
   }
   answer(b);
 }

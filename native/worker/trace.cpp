@@ -49,7 +49,11 @@ struct Shapes {
       if (s && s->first.defined()) add(s->first.scalar_type(), s->first.sizes());
       else key.push_back('?');
     } else if (in.kind() == mp::Kind::Array) {
-      in.array();
+      size_t length = in.array();
+      if (length != kViewLength) {
+        for (size_t parts = read_sparse_head(in, length).parts.size(); parts-- > 0;) tensor(in);
+        return;
+      }
       in.uint();
       auto g = read_geometry(in);
       add(g.dtype, g.sizes);

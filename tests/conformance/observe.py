@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from tests.same import sparse_parts
+
 from .call import Call
 
 #: What a check does with a call: gives whatever shall be compared.
@@ -27,6 +29,7 @@ class Seen:
 
     facts: dict[str, Any]  # in the order in which they are worth reporting
     value: torch.Tensor | None  # on the CPU; None when there is none to compare
+    parts: dict[str, Seen] = field(default_factory=dict)  # of a sparse tensor
 
 
 @dataclass
@@ -109,7 +112,11 @@ def _see(t: torch.Tensor, known: list[torch.Tensor], device: str, changed_only: 
     if t.is_meta:
         return Seen(facts, None)
     if t.layout != torch.strided:
-        return Seen(facts, t.detach().to_dense())
+        facts |= {"requires_grad": t.requires_grad, "version": t._version}
+        facts["is"] = [i for i, other in enumerate(known) if other is t]
+        if t.layout == torch.sparse_coo:
+            facts["coalesced"] = t.is_coalesced()
+        return Seen(facts, None, {name: _see(part, [], device) for name, part in sparse_parts(t).items()})
     facts |= {"stride": t.stride(), "offset": t.storage_offset(), "requires_grad": t.requires_grad}
     facts |= {"conj": t.is_conj(), "neg": t.is_neg(), "version": t._version}
     facts["is"] = [i for i, other in enumerate(known) if other is t]
@@ -120,7 +127,7 @@ def _see(t: torch.Tensor, known: list[torch.Tensor], device: str, changed_only: 
 
 
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return b.layout == torch.strided and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return a.layout == b.layout == torch.strided and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _plain(value: Any, device: str) -> Any:
@@ -138,6 +145,9 @@ def _leaf_difference(a: Any, b: Any, strict: Strictness) -> str | None:
             continue
         if b.facts.get(key) != wanted:
             return f"{key} {b.facts.get(key)} where eager has {wanted}"
+    for name, part in a.parts.items():
+        if problem := _leaf_difference(part, b.parts[name], strict):
+            return f"{name}: {problem}"
     if a.value is None or b.value is None or strict.tolerance == math.inf:
         return None
     problem = _value_difference(a.value, b.value)
