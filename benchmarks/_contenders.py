@@ -45,10 +45,8 @@ class Engine:
         self.device = device if self.eager else "dtorch:0"
         torch.set_num_threads(threads)
         memory: _Memory
-        if self.eager:
-            memory = _EagerCuda() if device == "cuda" else _EagerCpu()
-        else:
-            memory = _Dtorch(device, threads)
+        eager = _EagerCuda if device == "cuda" else _EagerCpu
+        memory = eager() if self.eager else _Dtorch(device, threads)
         #: Counters in bytes: allocated, peak, reserved, peak_reserved and, on dtorch, more. Waits.
         self.stats = memory.stats
         #: Start the peaks anew from what is held now. Waits.
