@@ -6,11 +6,15 @@ IPC-1 to IPC-6 are invariants of ``dtorch/worker/cuda.py``. What a real driver m
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import itertools
 import subprocess
 import sys
+import types
+import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +188,21 @@ def test_ipc4_the_death_of_a_peer_is_no_reason_to_wait(gpus: Gpus, pair: tuple[W
     importer.take(2, third.lend(third.driver.allocate(5000, SIZE), 1))  # the next call closes the other one
     assert (importer.driver.opened, importer.driver.closed) == (3, 2)
     assert not gpus.violations
+
+
+@pytest.mark.parametrize("call", [lambda memory: memory.freed(), lambda memory: memory.close_all()])
+def test_ipc4_what_a_dead_peer_left_is_closed_when_its_copy_is_over(
+    gpus: Gpus, pair: tuple[Worker, Worker], call: Callable[[PeerMemory], object]
+) -> None:
+    owner, importer = pair
+    importer.take(0, owner.lend(owner.driver.allocate(5000, SIZE), 1))
+    owner.driver.die()
+    importer.memory.peer_gone(0)
+    call(importer.memory)
+    assert importer.driver.closed == 0
+    gpus.run_all()
+    call(importer.memory)
+    assert importer.driver.closed == 1 and importer.driver.events == {} and not gpus.violations
 
 
 def test_revoked_memory_can_be_freed_without_anyone_having_it_open(gpus: Gpus, pair: tuple[Worker, Worker]) -> None:
@@ -422,6 +441,113 @@ TestAnythingInAnyOrder = Lending.TestCase
 TestAnythingInAnyOrder.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
+# -- the calls themselves
+
+
+class Runtime:
+    """CuPy's runtime as far as `cuda_driver.Driver` calls it: its names and parameters; it notes the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def setDevice(self, device: int) -> None: ...
+    def free(self, ptr: int) -> None: ...
+    def getDeviceCount(self) -> int:
+        return 2
+
+    def deviceCanAccessPeer(self, device: int, peerDevice: int) -> int:
+        return int((device, peerDevice) == (1, 0))
+
+    def ipcGetMemHandle(self, devPtr: int) -> bytes:
+        return b"m" * 64
+
+    def ipcOpenMemHandle(self, handle: bytes, flags: int = 1) -> int:
+        assert (handle, flags) == (b"m" * 64, 1)
+        return 5000
+
+    def ipcCloseMemHandle(self, devPtr: int) -> None:
+        self.calls.append(("close", devPtr))
+
+    def ipcGetEventHandle(self, event: int) -> bytes:
+        return b"e" * 64
+
+    def ipcOpenEventHandle(self, handle: bytes) -> int:
+        return 600
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        self.calls.append(("event", flags))
+        return 500 + flags
+
+    def eventDestroy(self, event: int) -> None: ...
+    def eventRecord(self, event: int, stream: int) -> None:
+        self.calls.append(("record", event, stream))
+
+    def eventSynchronize(self, event: int) -> None:
+        self.calls.append(("finish", event))
+
+    def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
+        self.calls.append(("wait", stream, event))
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        self.calls.append(("copy", dst, src, size, kind, stream))
+
+    def memcpyPeerAsync(self, dst: int, dstDevice: int, src: int, srcDevice: int, size: int, stream: int) -> None:
+        self.calls.append(("peer copy", dst, dstDevice, src, srcDevice, size, stream))
+
+
+class Library:
+    """libcuda: one allocation of 1000 bytes at 4000, number 77; event 7 fails, every other one is not ready."""
+
+    def cuMemGetAddressRange_v2(self, base: Any, size: Any, pointer: ctypes.c_uint64) -> int:
+        base._obj.value, size._obj.value = 4000, 1000
+        return 0 if 4000 <= pointer.value < 5000 else 1
+
+    def cuPointerGetAttribute(self, data: Any, attribute: int, pointer: ctypes.c_uint64) -> int:
+        assert attribute == 7
+        data._obj.value = 77
+        return 0 if 4000 <= pointer.value < 5000 else 1 if pointer.value else 201
+
+    def cuEventQuery(self, event: ctypes.c_void_p) -> int:
+        return 719 if event.value == 7 else 600
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        text._obj.value = b"in words"
+        return 0
+
+
+def test_the_driver_calls_cuda_as_cupy_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    owner, importer = cuda.peer_memory(0), cuda.peer_memory(1)
+    lent = owner.export(4100, 64, 1, 3)
+    assert lent == (0, b"m" * 64 + (77).to_bytes(8, "little"), 100, b"e" * 64)
+    importer.copy(0, 9000, 64, *lent, 4)
+    cuda.peer_memory(0).copy(2, 9000, 64, *lent, 4)
+    assert runtime.calls == [
+        ("event", 2 | 4),
+        ("record", 506, 3),
+        ("wait", 4, 600),
+        ("event", 2),
+        ("peer copy", 9000, 1, 5100, 0, 64, 4),
+        ("record", 502, 4),
+        ("wait", 4, 600),
+        ("event", 2),
+        ("copy", 9000, 5100, 64, 3, 4),
+        ("record", 502, 4),
+    ]
+    runtime.calls.clear()
+    importer.peer_gone(0)
+    assert runtime.calls == []  # the copy is not over
+    driver: Any = importer._driver
+    assert driver.buffer_id(6000) is None
+    with pytest.raises(RuntimeError, match=r"cuPointerGetAttribute: in words \(201\)"):
+        driver.buffer_id(0)
+    with pytest.raises(RuntimeError, match=r"cuEventQuery: in words \(719\)"):
+        driver.is_over(7)
+
+
 # -- the GPU
 
 
@@ -444,6 +570,49 @@ def test_workers_share_gpus_when_they_are_more(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert [cuda.take_device(i) for i in range(5)] == chosen == [0, 1, 0, 1, 0]
+
+
+class Properties:
+    """What torch.cuda tells of a GPU, an older torch, so without L2_cache_size."""
+
+    name, total_memory, major, minor, multi_processor_count, warp_size = "A GPU", 8000, 9, 0, 132, 32
+    uuid = uuid.UUID(int=5)
+
+
+def test_properties_and_the_limit_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, int]] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *a: limits.append(a))
+    assert dict(cuda.properties()) == {
+        "name": "A GPU",
+        "total_memory": 8000,
+        "major": 9,
+        "minor": 0,
+        "multi_processor_count": 132,
+        "warp_size": 32,
+        "uuid": "00000000-0000-0000-0000-000000000005",
+    }
+    cuda.memory_limit(2000)
+    cuda.memory_limit(1 << 62)
+    assert limits == [(0.25, 1), (1.0, 1)]
+
+
+def test_page_locking_that_fails_says_so_and_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def check_error(status: int) -> None:
+        if status:
+            raise RuntimeError(f"out of memory ({status})")
+
+    runtime = types.SimpleNamespace(cudaHostRegister=lambda *a: made.append(a) or 2, cudaHostUnregister=lambda p: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: made.append("a kernel"))
+    with pytest.raises(RuntimeError, match=r"page-locking 4096 bytes of host memory failed: out of memory \(2\)"):
+        cuda.register(64, 4096)
+    assert made == [(64, 4096, 0), "a kernel"]
+    cuda.unregister(64)
 
 
 def test_importing_needs_neither_cuda_nor_cupy() -> None:

@@ -228,6 +228,7 @@ class PeerMemory:
         """Handles of allocations that are no more, by the peer that got them: each is to close them (IPC-5)."""
         if self._driver is None:
             return []
+        self._reap()  # this is called now and then, which the dead's memory needs too
         for base, export in list(self._exports.items()):
             if self._driver.buffer_id(base) != export.number:
                 self._gone.append(export)
@@ -338,6 +339,7 @@ class PeerMemory:
         try:
             for source in [*self._mappings, *self._events]:
                 self.peer_gone(source)
+            self._reap()  # of peers who died before
             while self._records:
                 assert self._driver is not None
                 self._driver.destroy_event(self._records.popitem()[1][0])

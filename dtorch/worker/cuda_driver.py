@@ -16,6 +16,7 @@ from typing import Any, Final
 
 #: Of the enumeration CUpointer_attribute: a number that no other allocation of the process ever has.
 _BUFFER_ID: Final = 7
+_INVALID_VALUE: Final = 1
 _NOT_READY: Final = 600
 _DEVICE_TO_DEVICE: Final = 3
 _DISABLE_TIMING, _INTERPROCESS = 2, 4
@@ -54,7 +55,10 @@ class Driver:
         """The number of the allocation in which an address lies; None where there is none (any more)."""
         number = ctypes.c_uint64()
         status = self._cuda.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(pointer))
-        return None if status else number.value
+        if status == _INVALID_VALUE:
+            return None
+        self._check("cuPointerGetAttribute", status)
+        return number.value
 
     def memory_handle(self, base: int) -> bytes:
         """What another process opens the allocation by."""
