@@ -89,7 +89,7 @@ def same_on_gpu(program: Program, worker: str = "dtorch:0") -> Any:
     cat=lambda on, dt: torch.cat([on(3, 5, dtype=dt), on(4, 5, dtype=dt)]).flip(0),
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dt: str(dt).removeprefix("torch."))
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_an_operator_gives_eager_cudas_bits(program: Callable[..., Any], dtype: torch.dtype) -> None:
     same_on_gpu(lambda on: program(on, dtype))
 
@@ -110,7 +110,7 @@ def test_an_operator_gives_eager_cudas_bits(program: Callable[..., Any], dtype: 
     empty=lambda on: on(0, 4) + 1,
     factories=lambda on: [torch.arange(7, device=on.name) * 2, torch.linspace(0, 1, 9, device=on.name)],
 )
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_another_operator_gives_eager_cudas_bits(program: Program) -> None:
     same_on_gpu(program)
 
@@ -170,13 +170,13 @@ def deterministic() -> Iterator[None]:
     autocast_bfloat16=_training(lambda p: torch.optim.SGD(p, lr=0.1), "bfloat16"),
     autocast_float16=_training(lambda p: torch.optim.SGD(p, lr=0.1), "float16"),
 )
-@pytest.mark.usefixtures("gpus", "deterministic")
+@pytest.mark.usefixtures("gpu_engine", "deterministic")
 def test_training_steps_give_eager_cudas_bits(program: Program) -> None:
     same_on_gpu(program)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_autocast_follows_cudas_lists(dtype: torch.dtype) -> None:
     def program(on: Device) -> Any:
         x, w = on(32, 64), on(64, 64)
@@ -198,12 +198,12 @@ def _drawn(on: Device) -> Any:
     return [*out, torch.multinomial(x, 20), torch.rand(3, device=on.name)]
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_a_seed_gives_eager_cudas_random_numbers() -> None:
     same_on_gpu(_drawn)
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_the_generators_state_is_kept_and_set() -> None:
     torch.manual_seed(3)
     assert torch.equal(dtorch.get_rng_state(), torch.cuda.get_rng_state())
@@ -218,7 +218,7 @@ def test_the_generators_state_is_kept_and_set() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [4, 4096, MIB, 256 * MIB])
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_a_value_comes_back_as_it_was_uploaded(nbytes: int) -> None:
     x = torch.arange(nbytes // 4, dtype=torch.int32)
     y = x.to("dtorch:1")
@@ -227,7 +227,7 @@ def test_a_value_comes_back_as_it_was_uploaded(nbytes: int) -> None:
     assert torch.equal(x.pin_memory().to("dtorch:0", non_blocking=True).cpu(), x)
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_a_fetched_value_is_a_snapshot() -> None:
     x = torch.arange(8 * MIB, device="dtorch")
     future = x.to_torch_async()  # type: ignore[attr-defined]
@@ -236,7 +236,7 @@ def test_a_fetched_value_is_a_snapshot() -> None:
     assert torch.equal(x.cpu(), torch.arange(8 * MIB) + 1)
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_asking_for_a_value_does_not_wait_for_what_was_issued_behind_it() -> None:
     a = torch.randn(4096, 4096, device="dtorch") / 64
     dtorch.synchronize()
@@ -251,7 +251,7 @@ def test_asking_for_a_value_does_not_wait_for_what_was_issued_behind_it() -> Non
 
 
 @pytest.mark.parametrize("nbytes", [4, 4096, MIB, 64 * MIB])
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_copies_between_workers_keep_the_bits(nbytes: int) -> None:
     x = torch.arange(nbytes // 4, dtype=torch.int32)
     here = x.to("dtorch:0")
@@ -265,7 +265,7 @@ def test_copies_between_workers_keep_the_bits(nbytes: int) -> None:
     assert torch.equal(back.cpu(), x + 19)
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_copies_of_views_and_of_what_is_freed_at_once() -> None:
     x = torch.arange(1 << 20).view(1024, 1024)
     here = x.to("dtorch:0")
@@ -296,7 +296,7 @@ def test_memory_that_cannot_be_shared_goes_through_the_host_and_is_said_once(
 # -- memory
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_memory_functions_tell_what_tensors_take() -> None:
     dtorch.synchronize()
     before = dtorch.memory_allocated(0)
@@ -319,7 +319,7 @@ def test_memory_functions_tell_what_tensors_take() -> None:
     assert "dtorch:0" in dtorch.memory_summary(0)
 
 
-@pytest.mark.usefixtures("gpus")
+@pytest.mark.usefixtures("gpu_engine")
 def test_properties_are_the_gpus() -> None:
     ours, eager = dtorch.get_device_properties(0), torch.cuda.get_device_properties(0)
     for name in ("name", "total_memory", "major", "minor", "multi_processor_count"):
@@ -331,7 +331,7 @@ def _quarters(size: int) -> list[torch.Tensor]:
     return [torch.full((size,), 1, dtype=torch.uint8, device="dtorch") for _ in range(5)]
 
 
-def test_out_of_memory_is_told_and_the_worker_lives_on(gpus: Engine) -> None:
+def test_out_of_memory_is_told_and_the_worker_lives_on(gpu_engine: Engine) -> None:
     held = _quarters(dtorch.mem_get_info(0)[1] // 4)
     with pytest.raises(dtorch.OutOfMemoryError) as caught:
         held[-1][-1].item()
@@ -341,7 +341,7 @@ def test_out_of_memory_is_told_and_the_worker_lives_on(gpus: Engine) -> None:
     del held
     dtorch.empty_cache()
     assert torch.ones(5, device="dtorch").sum().item() == 5
-    assert not gpus.dead_workers
+    assert not gpu_engine.dead_workers
 
 
 def test_a_limit_is_held(no_engine: None) -> None:
@@ -429,7 +429,7 @@ def test_neither_client_nor_controller_nor_fork_server_has_a_cuda_context() -> N
 
 
 @pytest.fixture
-def seen(gpus: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, int]]]:
+def seen(gpu_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, int]]]:
     """What a worker's switches are; and they are put back."""
     monkeypatch.setattr(imports, "_modules", {})
     operators = dtorch.import_on_workers("gpu_operators")
@@ -500,7 +500,7 @@ def test_cudnn_benchmark_may_choose_other_kernels_but_not_other_values() -> None
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-1)  # TF32 is on for convolutions by default
 
 
-@pytest.mark.usefixtures("gpus", "deterministic")
+@pytest.mark.usefixtures("gpu_engine", "deterministic")
 def test_deterministic_mode_refuses_what_eager_cuda_refuses() -> None:
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         torch.kthvalue(torch.randn(100, device="cuda:0"), 5)
@@ -511,11 +511,11 @@ def test_deterministic_mode_refuses_what_eager_cuda_refuses() -> None:
 
 
 def test_workers_take_the_gpus_by_turns_and_each_is_a_process(
-    seen: Callable[..., dict[str, int]], gpus: Engine
+    seen: Callable[..., dict[str, int]], gpu_engine: Engine
 ) -> None:
     found = [seen(worker) for worker in range(2)]
     assert [one["device"] for one in found] == [worker % torch.cuda.device_count() for worker in range(2)]
-    assert [one["pid"] for one in found] == [gpus.pids()[f"worker-{worker}"] for worker in range(2)]
+    assert [one["pid"] for one in found] == [gpu_engine.pids()[f"worker-{worker}"] for worker in range(2)]
 
 
 # -- a kernel of one's own
