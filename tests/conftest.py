@@ -3,7 +3,7 @@
 * A test that takes longer than ALARM seconds fails, with the stack of every thread.
 * A test after which a process or directory of an engine is left fails, and names it. The shared engine is exempt.
 * ``engine`` is the running engine (two CPU workers), shared by all tests that ask for it and started anew when one of
-  them has ended or hurt it; ``gpu_engine`` is the same of CUDA workers. ``no_engine`` is for tests that start their own.
+  them has ended or hurt it; ``gpu_engine`` is the same of CUDA workers. ``no_engine``: the test starts its own.
 * A test marked ``gpu`` is skipped, and counted, where PyTorch has no GPU.
 """
 
