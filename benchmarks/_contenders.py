@@ -1,9 +1,10 @@
 """Contenders in processes of their own, and what memory they need: counted alike on both sides.
 
-A **contender** is "eager" (plain PyTorch on the CPU) or "dtorch" (one worker), and each runs a case in a fresh process
-that prints one line of JSON. Both count alike: the allocator that dtorch's workers give to PyTorch is installed in the
+A **contender** is "eager" (plain PyTorch) or "dtorch" (one worker), and each runs a case in a fresh process that prints
+one line of JSON. Both count alike. On the CPU the allocator that dtorch's workers give to PyTorch is installed in the
 eager process too. It counts every byte that PyTorch's CPU kernels ask it for: tensors and operators' workspace. What
-is taken by other ways (oneDNN's own buffers, Python's objects) shows in the resident size only.
+is taken by other ways (oneDNN's own buffers, Python's objects) shows in the resident size only. On a GPU both have
+PyTorch's own caching allocator, which counts the same; the CUDA context is in neither's figure.
 
 The resident size of a contender is the sum over all its processes (for dtorch: client, controller, fork server, worker)
 of how far VmHWM, the kernel's high-water mark of resident pages, rises above the VmRSS at the beginning; free pages are
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from _bench import SIDES, kilobytes
 
@@ -36,41 +37,90 @@ T = TypeVar("T")
 class Engine:
     """One contender's device and counters. Make it before any tensor, and before importing what makes tensors."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, device: str = "cpu") -> None:
         import torch
 
         self.name = name
         self.eager = name == "eager"
-        self.device = "cpu" if self.eager else "dtorch:0"
+        self.device = device if self.eager else "dtorch:0"
         torch.set_num_threads(threads)
-        if self.eager:  # the parent has set DTORCH_ROLE=worker: importing dtorch registers no device
-            from dtorch import _worker
+        memory: _Memory
+        eager = _EagerCuda if device == "cuda" else _EagerCpu
+        memory = eager() if self.eager else _Dtorch(device, threads)
+        #: Counters in bytes: allocated, peak, reserved, peak_reserved and, on dtorch, more. Waits.
+        self.stats = memory.stats
+        #: Start the peaks anew from what is held now. Waits.
+        self.reset = memory.reset
+        #: Give free memory back, so that the resident size begins without what earlier work has touched. Waits.
+        self.trim = memory.trim
+        #: Until everything issued is computed.
+        self.wait = memory.wait
 
-            _worker.install_allocator()
-            self._worker = _worker
-        else:
-            import dtorch
 
-            dtorch.init(workers=1, device="cpu", threads_per_worker=threads)
-            dtorch.synchronize()
-            self._dtorch = dtorch
+class _Memory(Protocol):
+    """Where a contender's counters are."""
 
-    def stats(self) -> dict[str, int]:
-        """Counters in bytes: allocated, peak, reserved, peak_reserved and, on dtorch, more. Waits."""
-        return dict(self._worker.allocator_stats() if self.eager else self._dtorch.worker_stats(0))
+    def stats(self) -> dict[str, int]: ...
+    def reset(self) -> None: ...
+    def trim(self) -> None: ...
+    def wait(self) -> None: ...
 
-    def reset(self) -> None:
-        """Start the peaks anew from what is held now. Waits."""
-        self._worker.reset_peaks() if self.eager else self._dtorch.reset_peak_memory_stats(0)
+
+class _EagerCpu:
+    """The parent has set DTORCH_ROLE=worker: importing dtorch registers no device."""
+
+    def __init__(self) -> None:
+        from dtorch import _worker
+
+        _worker.install_allocator()
+        self.stats = _worker.allocator_stats
+        self.reset = _worker.reset_peaks
+        self._worker = _worker
 
     def trim(self) -> None:
-        """Give free pages back, so that the resident size begins without what earlier work has touched. Waits."""
-        self._worker.pool_trim() if self.eager else self._dtorch.empty_cache()
+        self._worker.pool_trim()
 
     def wait(self) -> None:
-        """Until everything issued is computed."""
-        if not self.eager:
-            self._dtorch.synchronize(0)
+        pass
+
+
+class _EagerCuda:
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        torch.cuda.init()
+        self.wait = torch.cuda.synchronize
+        self.trim = torch.cuda.empty_cache
+        self.reset = torch.cuda.reset_peak_memory_stats
+
+    def stats(self) -> dict[str, int]:
+        self.wait()
+        return {
+            "allocated": self._cuda.memory_allocated(),
+            "peak": self._cuda.max_memory_allocated(),
+            "reserved": self._cuda.memory_reserved(),
+            "peak_reserved": self._cuda.max_memory_reserved(),
+        }
+
+
+class _Dtorch:
+    def __init__(self, device: str, threads: int) -> None:
+        import dtorch
+
+        dtorch.init(workers=1, device=device, threads_per_worker=threads)
+        dtorch.synchronize()
+        self._dtorch = dtorch
+        self.trim = dtorch.empty_cache
+
+    def stats(self) -> dict[str, int]:
+        return dict(self._dtorch.worker_stats(0))
+
+    def reset(self) -> None:
+        self._dtorch.reset_peak_memory_stats(0)
+
+    def wait(self) -> None:
+        self._dtorch.synchronize(0)
 
 
 @dataclass

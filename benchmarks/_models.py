@@ -36,7 +36,7 @@ class StableDiffusion:
         sizes = PRESETS[preset]
         self._args = argparse.Namespace(
             engine="torch" if engine == "eager" else "dtorch",
-            eager_device=eager_device,
+            device=eager_device,
             workers=workers,
             prompt="a red fox in the snow, oil painting",
             negative_prompt="blurry, low quality",

@@ -123,14 +123,15 @@ def run(piece: str, works: dict[str, Work], args: argparse.Namespace) -> list[Ro
 
 def peak(args: argparse.Namespace) -> Row:
     """The peak of training, each side in a fresh process."""
-    flags = ("--threads", args.threads, "--width", args.width, "--layers", args.layers, "--tokens", args.tokens)
+    flags = ["--threads", args.threads, "--width", args.width, "--layers", args.layers, "--tokens", args.tokens]
+    flags += ["--device", args.device]
     found = {side: _contenders.run_contender(side, *map(str, flags))["peak"] / MIB for side in SIDES}
     return Row("training", "peak memory, 3 steps", "MiB", [found["eager"]], [found["dtorch"]])
 
 
 def contend(args: argparse.Namespace) -> None:
     """Be one side of `peak`."""
-    engine = _contenders.Engine(args.contender, args.threads)
+    engine = _contenders.Engine(args.contender, args.threads, args.device)
     from _models import LlamaTraining, llama, tokens
 
     step = LlamaTraining(engine.device, model=llama(args.width, args.layers), batch=tokens(1, args.tokens))

@@ -54,17 +54,18 @@ def times(preset: str, sides: dict[str, _bench.Side], args: argparse.Namespace) 
 
 def peak(preset: str, args: argparse.Namespace) -> Row:
     """The peaks of one picture, each in a fresh process."""
-    flags = ("--preset", preset, "--threads", str(args.threads))
+    flags = ("--preset", preset, "--threads", str(args.threads), "--device", args.device)
     found = {side: _contenders.run_contender(side, *flags)["peak"] / MIB for side in SIDES}
     return Row(f"sd3 {preset}", "peak memory, 1 worker", "MiB", [found["eager"]], [found["dtorch"]])
 
 
 def contend(args: argparse.Namespace) -> None:
     """Be one side of `peak`."""
-    engine = _contenders.Engine(args.contender, args.threads)
+    engine = _contenders.Engine(args.contender, args.threads, args.device)
     from _models import StableDiffusion
 
-    reading, _picture = _contenders.measure(engine, StableDiffusion(args.preset[0], engine.name))
+    model = StableDiffusion(args.preset[0], engine.name, eager_device=args.device)
+    reading, _picture = _contenders.measure(engine, model)
     print(json.dumps({"peak": reading.peak}))
 
 

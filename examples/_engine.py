@@ -18,39 +18,57 @@ CORES = len(os.sched_getaffinity(0))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that every example has."""
     parser.add_argument("--engine", choices=("dtorch", "torch"), default="dtorch", help="torch: plain eager PyTorch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of workers and of eager PyTorch")
     parser.add_argument("--workers", type=int, default=1, help="dtorch workers, one process each (default 1)")
     parser.add_argument("--threads", type=int, help="threads of each worker, and of eager PyTorch in --check")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and noise (default 0)")
-    parser.add_argument("--check", action="store_true", help="compare with eager PyTorch bit by bit; exit 1 if unequal")
+    parser.add_argument("--check", action="store_true", help="compare with eager PyTorch; exit 1 if unequal")
 
 
 def start(args: argparse.Namespace) -> None:
     """Start the workers and give eager PyTorch as many threads as one of them has.
 
-    The thread count matters to --check: PyTorch splits a sum by threads, and so its last bits depend on it.
+    The thread count matters to --check: PyTorch splits a sum by threads, and so its last bits depend on it. On a GPU
+    --check asks both sides for the algorithms that give the same bits every time, as far as PyTorch has them.
     """
     if args.workers < 1:
         raise SystemExit(f"--workers must be at least 1, not {args.workers}")
     args.threads = args.threads or max(1, CORES // args.workers)
     torch.set_num_threads(args.threads)
+    if args.check and args.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the workers inherit it
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if args.engine == "dtorch":
         import dtorch
 
-        dtorch.init(workers=args.workers, device="cpu", threads_per_worker=args.threads)
+        dtorch.init(workers=args.workers, device=args.device, threads_per_worker=args.threads)
 
 
 def device(args: argparse.Namespace, worker: int) -> torch.device:
-    """The device of a worker; where the engine is eager PyTorch, the CPU unless ``args`` have another one."""
+    """The device of a worker; where the engine is eager PyTorch, what ``args.device`` says."""
     if args.engine == "dtorch":
         return torch.device("dtorch", worker)
-    return torch.device(getattr(args, "eager_device", "cpu"))
+    return torch.device(args.device)
 
 
-def difference(name: str, ours: torch.Tensor, eager: torch.Tensor) -> str | None:
-    """Say where two CPU tensors differ; None where they are equal to the last bit."""
+def tolerance(args: argparse.Namespace) -> float:
+    """By how much of the largest value --check lets floats differ: not at all on the CPU.
+
+    On a GPU the client's process and a worker may be given other algorithms of the same operator.
+    """
+    return 0.0 if args.device == "cpu" else 1e-4
+
+
+def difference(name: str, ours: torch.Tensor, eager: torch.Tensor, tolerance: float = 0.0) -> str | None:
+    """Say where two CPU tensors differ; None where they are equal: to the last bit, or within ``tolerance``.
+
+    A tolerance above 0 is meant in parts of eager's largest value.
+    """
     if ours.shape != eager.shape or ours.dtype != eager.dtype:
         return f"{name}: {ours.dtype} {tuple(ours.shape)}, but eager PyTorch has {eager.dtype} {tuple(eager.shape)}"
     if torch.equal(ours, eager):
+        return None
+    if tolerance and (ours.double() - eager.double()).abs().max() <= tolerance * eager.double().abs().max():
         return None
     unequal = (ours != eager).flatten().nonzero().flatten()
     first = int(unequal[0])

@@ -109,12 +109,13 @@ def main() -> int:
         return 0
 
     print("the same in eager PyTorch:")
-    eager_walks, eager_values = asyncio.run(program(args, [torch.device("cpu")] * args.workers))
+    eager_walks, eager_values = asyncio.run(program(args, [torch.device(args.device)] * args.workers))
+    allowed = _engine.tolerance(args)
     problems = []
     for ours, eager, matrix, eager_matrix in zip(walks, eager_walks, values, eager_values, strict=True):
         problems += [
-            _engine.difference(f"norms of {ours.name}", torch.tensor(ours.norms), torch.tensor(eager.norms)),
-            _engine.difference(f"last matrix of {ours.name}", matrix, eager_matrix),
+            _engine.difference(f"norms of {ours.name}", torch.tensor(ours.norms), torch.tensor(eager.norms), allowed),
+            _engine.difference(f"last matrix of {ours.name}", matrix.cpu(), eager_matrix.cpu(), allowed),
         ]
     return _engine.verdict(problems, f"{len(walks)} walks give the values of eager PyTorch")
 

@@ -3,7 +3,8 @@
 * A test that takes longer than ALARM seconds fails, with the stack of every thread.
 * A test after which a process or directory of an engine is left fails, and names it. The shared engine is exempt.
 * ``engine`` is the running engine (two CPU workers), shared by all tests that ask for it and started anew when one of
-  them has ended or hurt it. ``no_engine`` is for tests that start their own.
+  them has ended or hurt it; ``gpu_engine`` is the same of CUDA workers. ``no_engine``: the test starts its own.
+* A test marked ``gpu`` is skipped, and counted, where PyTorch has no GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alarm(seconds): the test may take that long instead of 120 s")
     processes.mark_this_run()
     os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="dt-test-")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -92,12 +103,23 @@ def _nothing_left(_alarm: None) -> Iterator[None]:
 @pytest.fixture
 def engine(_engine_at_end: None) -> Engine:
     """The shared engine: two CPU workers of one thread, all alive and up."""
+    return _shared("cpu")
+
+
+@pytest.fixture
+def gpu_engine(_engine_at_end: None) -> Engine:
+    """The same of two CUDA workers; with one GPU they share it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by every process when it first multiplies
+    return _shared("cuda")
+
+
+def _shared(device: str) -> Engine:
     import dtorch
 
     running = _current()
-    if running is None or running.workers != 2 or running.dead_workers:
+    if running is None or running.workers != 2 or running.device != device or running.dead_workers:
         dtorch.shutdown()
-        dtorch.init(workers=2, device="cpu")
+        dtorch.init(workers=2, device=device)
         running = _current()
         assert running is not None
         assert running.wait_for_workers(60)

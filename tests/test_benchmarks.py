@@ -31,6 +31,7 @@ TINY = {
     "llama": "--rounds 1 --width 64 --layers 1 --tokens 4 --new 3 --no-memory",
     "memory": "--rounds 1 --case fetch",
     "op_overhead": "--rounds 1 --op add --op sdpa --size 4 --size 4096 --budget 1 --records 500 --same-core",
+    "peer_copy": "--rounds 1 --largest 1048576",
     "scale": "--rounds 1 --ops 300 --most-workers 2 --count 2000 --long 20000",
     "sd3": "--rounds 1 --preset tiny --workers 1 --no-memory",
 }

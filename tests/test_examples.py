@@ -7,10 +7,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from chrome import Chrome
+
+import dtorch
+from dtorch.client import imports
+
+if TYPE_CHECKING:
+    from dtorch.client.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -90,6 +97,28 @@ def test_await_values_does_python_work_while_workers_compute(workers: int, tmp_p
     assert lines[-1] == f"check passed: {2 * workers} walks give the values of eager PyTorch"
     counts = [re.search(r"(\d+) while workers computed", line) for line in lines]
     assert int(next(count for count in counts if count)[1]) > 0
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_custom_kernel_trains_as_eager_pytorch_does(workers: int, tmp_path: Path) -> None:
+    lines = run("custom_kernel.py", "--workers", str(workers), "--check", cwd=tmp_path).splitlines()
+    assert lines[-1] == f"check passed: {workers} networks train as in eager PyTorch, the gradients are right"
+    losses = [line.split()[3:] for line in lines if line.startswith("losses on ")]
+    assert len(losses) == workers
+    assert all(float(found[-1]) < float(found[0]) for found in losses)
+
+
+def test_custom_kernel_is_refused_what_its_kernels_cannot_do(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    monkeypatch.setattr(imports, "_modules", {})  # engines of later tests need not find it
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    kernels = dtorch.import_on_workers("_kernels")
+    m = torch.arange(6.0, device="dtorch").view(2, 3).t()
+    assert torch.equal(kernels.swiglu(m, m).cpu(), torch.nn.functional.silu(m).cpu() * m.cpu())  # any strides
+    x = torch.ones(3, device="dtorch")
+    with pytest.raises(RuntimeError, match=r"swiglu: shapes \(3,\) and \(2,\) differ"):
+        kernels.swiglu(x, x[:2])
+    with pytest.raises(RuntimeError, match="swiglu: float32 only"):
+        kernels.swiglu(x.double(), x.double())
 
 
 def test_a_failed_check_names_the_value_and_gives_exit_code_1(
