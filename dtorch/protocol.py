@@ -68,6 +68,7 @@ class Message(IntEnum):
     DONE = 26
     ERROR = 27
     RETURNED = 28
+    FREED = 29
     # controller -> client
     READY = 30
     REFUSED = 31
@@ -95,6 +96,7 @@ MESSAGE_FIELDS: Final[dict[Message, str]] = {
     Message.DONE: "request worker result",
     Message.ERROR: "request worker error",
     Message.RETURNED: "worker spare",
+    Message.FREED: "source dest handles",
     Message.READY: "version",
     Message.REFUSED: "reason",
     Message.WORKER_DIED: "worker status output",
@@ -121,6 +123,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.DONE: "The answer to SYNC, RNG_GET, STATS, EVENT, READ and IMPORT.",
     Message.ERROR: "The answer to a request that failed, or whose tensor an earlier failure poisoned.",
     Message.RETURNED: "The worker needs an uploaded segment no longer; the client may fill it again.",
+    Message.FREED: "Memory that `source` lent to `dest` goes; the controller tells `dest`, which closes these handles.",
     Message.READY: "The controller answers HELLO; the session is open although workers may still be starting.",
     Message.REFUSED: "The controller answers HELLO with why it will not serve this client.",
     Message.WORKER_DIED: "A worker ended: its exit status in words and the last lines it printed (WIRE-4).",
@@ -209,10 +212,13 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #: tensor    a storage id where the tensor is the storage's first geometry, else a view: [storage, geometry]; an
 #:           operator's argument may be sparse.
 #: sparse    a sparse tensor is its dense parts one after the other, `tensor` each: indices and values (COO), or
-#:           compressed indices, plain indices and values; `layout` is PyTorch's number (1 COO, 2 CSR, 4 CSC, 5 BSR, 6 BSC), `sizes` an array.
+#:           compressed indices, plain indices and values; `layout` is PyTorch's number (1 COO, 2 CSR, 4 CSC, 5 BSR,
+#:           6 BSC), `sizes` an array.
 #: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD and maps `nbytes` from `offset`
 #:           privately. The owner leaves them as they are until `token` is released (by a RELEASE with that number as
-#:           its storage, or TRANSFER_DONE), which the receiver does when its mapping ends.
+#:           its storage, or TRANSFER_DONE), which the receiver does when its mapping ends. Between workers with GPUs
+#:           also device_memory, which the receiver copies and then releases.
+#: device_memory  `handle` opens the allocation on GPU `device`; a copy waits for `event` (dtorch/worker/cuda.py).
 #: error     see dtorch.errors.RemoteError; `shapes` is text; `site` a client-side number for the source line;
 #:           `kind` is "op" (the program's mistake), "call" (the same, in answer to the ASK that made it), "memory",
 #:           "internal" or "peer"; `held` is nil but for "memory": the largest tensors, [bytes, text, site] each.
@@ -227,6 +233,7 @@ STRUCT_FIELDS: Final[dict[str, str]] = {
     "view": "storage geometry",
     "sparse": "layout sizes coalesced parts",
     "segment": "pid fd offset nbytes token",
+    "device_memory": "device handle offset event nbytes token",
     "error": "kind type message op shapes site worker held",
     "trace": "events dropped texts",
 }

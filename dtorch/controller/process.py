@@ -50,7 +50,11 @@ TURN: Final = 64
 #: The names of each message's fields in its first frame.
 _NAMES: Final = {kind: fields.partition("|")[0].split() for kind, fields in MESSAGE_FIELDS.items()}
 
-_SEGMENT: Final = STRUCT_FIELDS["segment"].split()
+#: Where the token of lent memory stands, by the length of the payload that lends it.
+_LENT: Final = {
+    len(fields): fields.index("token")
+    for fields in (STRUCT_FIELDS["segment"].split(), STRUCT_FIELDS["device_memory"].split())
+}
 
 _Handler = TypeVar("_Handler", bound=Callable[..., None])
 _Frames = Sequence[zmq.Frame]  # as received
@@ -269,9 +273,8 @@ class Controller:
         transfer, source, dest, payload = _fields(frames[0], Message.TRANSFER)
         if source != worker or not 0 <= dest < self._count:
             raise ProtocolError(f"worker {worker} sent a transfer from worker {source} to worker {dest}")
-        is_segment = isinstance(payload, list) and len(payload) == len(_SEGMENT)
-        if is_segment:  # else the bytes themselves, or the error that took the value's place
-            loan = (payload[_SEGMENT.index("token")], source, dest)
+        if isinstance(payload, list) and len(payload) in _LENT:  # else the bytes, or the error that took their place
+            loan = (payload[_LENT[len(payload)]], source, dest)
             if self._workers.is_dead(dest):
                 self._give_back(loan)
                 return
@@ -284,6 +287,12 @@ class Controller:
             raise ProtocolError(f"worker {worker} ended a transfer from worker {source} to worker {dest}")
         self._lent.discard((token, source, dest))
         self._give_back((token, source, dest))
+
+    def _freed(self, worker: int, frames: _Frames) -> None:
+        source, dest, handles = _fields(frames[0], Message.FREED)
+        if source != worker or not 0 <= dest < self._count:
+            raise ProtocolError(f"worker {worker} took memory back from worker {dest} that worker {source} had lent")
+        self._to_worker(dest, [_pack(Message.FREED, source, dest, handles)])
 
     def _give_back(self, loan: tuple[int, int, int]) -> None:
         """Tell the source that its segment is not needed any longer."""
@@ -338,6 +347,7 @@ FROM_WORKER: Final[dict[int, Callable[[Controller, int, _Frames], None]]] = {
     Message.WORKER_HELLO: Controller._worker_hello,
     Message.TRANSFER: Controller._transfer,
     Message.TRANSFER_DONE: Controller._transfer_done,
+    Message.FREED: Controller._freed,
     Message.PROGRESS: Controller._progress,
     Message.VALUE: Controller._forward,
     Message.META: Controller._forward,

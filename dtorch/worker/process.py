@@ -20,6 +20,7 @@ import zmq
 from dtorch import posix, zmq_api
 from dtorch._worker import run
 from dtorch.protocol import VERSION, Message
+from dtorch.worker import cuda
 from dtorch.worker.imports import import_module
 from dtorch.worker.output import take_output
 
@@ -30,7 +31,7 @@ _FORK_SERVER = os.getpid()
 def main(directory: str, worker: int, threads: int, device: str) -> None:
     """Be worker number ``worker`` until the controller says EXIT; the process ends when this returns.
 
-    ``threads`` is the number of threads an operator may use. ``device`` is "cpu".
+    ``threads`` is the number of threads an operator may use on the CPU. ``device`` is "cpu" or "cuda".
     """
     posix.die_with_parent(_FORK_SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -38,8 +39,12 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     posix.set_name(f"dtorch-{name}")
     take_output(directory, name)
     faulthandler.enable()
-    if device != "cpu":
-        raise ValueError(f"a worker for device {device!r} cannot be; this version has CPU workers only")
+    hooks: cuda.Hooks | None = None
+    if device == "cuda":
+        hooks = cuda.Hooks(worker)
+        device = f"cuda:{hooks.device}"
+    elif device != "cpu":
+        raise ValueError(f"a worker for device {device!r} cannot be: it is 'cpu' or 'cuda'")
     torch.set_num_threads(threads)
     try:
         torch.set_num_interop_threads(1)
@@ -56,8 +61,15 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
     dealer.send(msgpack.packb([Message.WORKER_HELLO, VERSION, worker, os.getpid()]))
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is made by multiprocessing"
-    run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel, replies, import_module)
-    dealer.close()
+    try:
+        run(zmq_api.addresses(), dealer.underlying, worker, parent.sentinel, replies, import_module, device, hooks)
+    except RuntimeError:
+        dealer.linger = 1000  # ms: the client is to hear the reason
+        raise
+    finally:
+        if hooks is not None:
+            hooks.close()
+        dealer.close()
     context.term()
 
 

@@ -2,11 +2,13 @@
 #include "common/decode.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/jit_type.h>
 
+#include "common/device.h"
 #include "common/protocol.h"
 #include "common/sparse_parts.h"
 
@@ -20,7 +22,8 @@ Slot& Store::at(uint64_t id) {
 
 at::Tensor view_of(const at::Tensor& first, const Geometry& g) {
   auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(first.unsafeGetTensorImpl()->unsafe_storage()),
-                                                    c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                    // Some operators of accelerators give tensors on the CPU too.
+                                                    first.is_cpu() ? c10::DispatchKeySet(c10::DispatchKey::CPU) : computing.keys,
                                                     c10::scalarTypeToTypeMeta(g.dtype));
   auto* impl = t.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
@@ -73,8 +76,13 @@ std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::
 at::Generator& Generators::get(uint32_t number) {
   auto it = made.find(number);
   if (it != made.end()) return it->second;
-  if (number == 0) return made.emplace(0u, at::detail::getDefaultCPUGenerator()).first->second;
-  return made.emplace(number, at::detail::createCPUGenerator()).first->second;
+  if (on_host()) {
+    if (number == 0) return made.emplace(0u, at::detail::getDefaultCPUGenerator()).first->second;
+    return made.emplace(number, at::detail::createCPUGenerator()).first->second;
+  }
+  const auto& hooks = at::globalContext().getAcceleratorHooksInterface(computing.device.type());
+  auto index = computing.device.index();
+  return made.emplace(number, number == 0 ? hooks.getDefaultGenerator(index) : hooks.getNewGenerator(index)).first->second;
 }
 
 at::Tensor Decoder::cpu_tensor(std::string_view bytes) {
@@ -97,6 +105,7 @@ at::Tensor Decoder::tensor() {
         if (!poison_) poison_ = s.poison;
         return at::Tensor();
       }
+      needs_dispatch_ |= !on_host() && s.first.is_cpu();
       return s.first;
     }
     case mp::Kind::Array: {
@@ -182,8 +191,10 @@ c10::IValue Decoder::ivalue(const c10::Type& type) {
       return g.defined() ? c10::IValue(g) : c10::IValue();
     }
     case c10::TypeKind::DeviceObjType: {
-      in_.skip();
-      return c10::Device(c10::DeviceType::CPU);  // "the worker's own device" and "cpu" are the same on a CPU worker
+      int8_t kind;
+      auto bytes = in_.ext(&kind);
+      TORCH_CHECK(kind == static_cast<int8_t>(Ext::DEVICE) && bytes.size() == 1, "bad device argument");
+      return bytes[0] == 0 ? computing.device : c10::Device(c10::DeviceType::CPU);
     }
     case c10::TypeKind::ListType: {
       const auto& element = *type.containedType(0);

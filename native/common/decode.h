@@ -27,7 +27,7 @@ at::Tensor view_of(const at::Tensor& first, const Geometry& g);
 std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::vector<int>& arguments, mp::Reader record);
 
 struct Generators {
-  // The CPU generator of a number; 0 is the process's default one. Made at its SEED.
+  // The generator of a number, of the device that this process computes on; 0 is its default one. Made at its SEED.
   at::Generator& get(uint32_t number);
   ska::flat_hash_map<uint32_t, at::Generator> made;
 };

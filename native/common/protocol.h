@@ -29,6 +29,7 @@ enum class Message : int {
   DONE = 26,
   ERROR = 27,
   RETURNED = 28,
+  FREED = 29,
   READY = 30,
   REFUSED = 31,
   WORKER_DIED = 32,

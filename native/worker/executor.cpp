@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,13 +12,16 @@
 #include <cerrno>
 #include <utility>
 
+#include "worker/device_python.h"
 #include "worker/memory.h"
+#include "worker/staging.h"
 
 namespace dtorch::worker {
 
 namespace {
 
 constexpr uint64_t kDrainNs = 20000;
+constexpr uint64_t kSpinNs = 1'000'000;  // an accelerator is asked without pause so long, then every millisecond
 constexpr int kLightOperators = 4;  // on a few numbers (small.h): after so many the clock is looked at
 constexpr int64_t kLookaheadBytes = 16 << 10;  // less is not worth a wait
 
@@ -36,6 +40,8 @@ int Executor::run() {
   while (!exit_) {
     drain();
     if (exit_) break;
+    if (!pending_.empty()) settle();
+    if (lost_told_) throw std::runtime_error("the device works no longer");
     if (returned_.any()) return_borrowed();
     if (batches_.empty()) {
       if (!wait_readable()) return 1;
@@ -50,9 +56,14 @@ int Executor::run() {
 bool Executor::wait_readable() {
   zmq::PollItem items[2] = {{socket_, 0, zmq::kPollIn, 0}, {nullptr, parent_fd_, zmq::kPollIn, 0}};
   int n = parent_fd_ >= 0 ? 2 : 1;
-  api_.poll(items, n, -1);
-  if (n == 2 && items[1].revents) parent_gone_ = true;
-  return !parent_gone_;
+  uint64_t start = pending_.empty() ? 0 : now_ns();
+  for (;;) {
+    api_.poll(items, n, pending_.empty() ? -1 : now_ns() - start < kSpinNs ? 0 : 1);
+    if (n == 2 && items[1].revents) parent_gone_ = true;
+    if (parent_gone_ || items[0].revents || pending_.empty()) return !parent_gone_;
+    settle();
+    if (lost_told_ || returned_.any()) return true;
+  }
 }
 
 void Executor::drain() {
@@ -106,6 +117,15 @@ void Executor::receive_one(zmq::Frame& head) {
     case Message::PEER_DIED: {
       int worker = static_cast<int>(in.integer());
       dead_peers_[worker] = std::string(in.str());
+      if (!on_host()) forget_peer(worker);
+      return;
+    }
+    case Message::FREED: {
+      int source = static_cast<int>(in.integer());
+      in.skip();
+      std::vector<std::string> handles;
+      for (size_t i = in.array(); i-- > 0;) handles.emplace_back(in.bin());
+      close_allocations(source, handles);
       return;
     }
     case Message::EXIT: exit_ = true; return;
@@ -180,7 +200,8 @@ int32_t Executor::dying_at(const Batch& batch, uint64_t seq) const {
 
 bool Executor::await_releases() {
   constexpr uint64_t kPatienceNs = 200'000'000;  // nothing is lost by waiting: the alternative is to fail
-  int64_t before = memory_stats().allocated;
+  auto allocated = [] { return on_host() ? memory_stats().allocated : device_memory().stats.allocated; };
+  int64_t before = allocated();
   uint64_t start = now_ns();
   struct Note {
     Executor* executor;
@@ -190,7 +211,7 @@ bool Executor::await_releases() {
   do {
     drain();
     if (returned_.any()) return_borrowed();
-    if (memory_stats().allocated < before) return true;
+    if (allocated() < before) return true;
     if (exit_) return false;
     zmq::PollItem item{socket_, 0, zmq::kPollIn, 0};
     api_.poll(&item, 1, 5);
@@ -236,6 +257,7 @@ uint64_t Executor::lend(const c10::Storage& storage, bool to_peer) {
 }
 
 void Executor::leave_to_client(c10::StorageImpl* storage) {
+  if (!storage->device().is_cpu() || !on_host()) return;  // an accelerator's worker lends copies
   auto [begin, end] = lent_.equal_range(storage);
   if (begin == end || std::any_of(begin, end, [this](auto& l) { return loans_.at(l.second).to_peer; })) return;
   if (clients_.insert(storage).second) lend_memory(static_cast<int64_t>(storage->nbytes()));
@@ -261,16 +283,17 @@ void Executor::before_write(uint64_t id) {
   if (!s || !s->first.defined()) return;
   auto* impl = s->first.storage().unsafeGetStorageImpl();
   if (!lent_.count(impl)) return;
-  auto* allocator = c10::GetAllocator(c10::DeviceType::CPU);
-  auto data = allocator->allocate(impl->nbytes());  // may wait for releases, which may end loans
+  auto copy = make_bytes(impl->nbytes(), impl->device());  // may wait for releases, which may end loans
   std::vector<uint64_t> tokens;
   auto [begin, end] = lent_.equal_range(impl);
   for (auto l = begin; l != end; ++l) tokens.push_back(l->second);
   if (tokens.empty()) return;
-  std::memcpy(data.get(), impl->data(), impl->nbytes());
+  copy_bytes(copy, s->first, impl->nbytes());
   lent_.erase(impl);
+  auto data = copy.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
   c10::Storage old(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), impl->nbytes(),
-                                                         impl->set_data_ptr(std::move(data)), allocator, /*resizable=*/false));
+                                                         impl->set_data_ptr(std::move(data)), impl->allocator(),
+                                                         /*resizable=*/false));
   for (uint64_t token : tokens) {
     loans_.at(token).storage = old;
     lent_.emplace(old.unsafeGetStorageImpl(), token);
@@ -304,6 +327,83 @@ void Executor::return_borrowed() {
   }
 }
 
+// --- accelerators ----------------------------------------------------------------------------------------------------
+
+void Executor::when_done(const c10::Stream& stream, uint64_t request, std::function<void()> then) {
+  pending_.push_back({now_on(stream), std::move(then), request});
+}
+
+void Executor::settle() {
+  try {
+    for (auto p = pending_.begin(); p != pending_.end();) {
+      if (!p->reached.query()) {
+        ++p;
+        continue;
+      }
+      auto then = std::move(p->then);
+      p = pending_.erase(p);
+      then();
+    }
+  } catch (const mp::FormatError&) {
+    throw;
+  } catch (...) {
+    lose(cause_of("op", "work on " + computing.device.str(), "", 0));
+  }
+}
+
+void Executor::lose(const CausePtr& cause) {
+  if (!lost_) lost_ = cause;
+  for (auto& p : std::exchange(pending_, {}))
+    if (p.request) {
+      answer_error(p.request, lost_);
+      lost_told_ = true;
+    }
+}
+
+void Executor::execute_lost(mp::Reader& in) {
+  size_t fields = in.array() - 2;
+  auto kind = static_cast<Record>(in.integer());
+  in.skip();
+  switch (kind) {
+    case Record::FETCH:
+    case Record::ASK:
+    case Record::SYNC:
+    case Record::RNG_GET:
+    case Record::STATS:
+    case Record::EVENT:
+    case Record::READ:
+    case Record::IMPORT:
+      answer_error(in.uint(), lost_);
+      lost_told_ = true;
+      --fields;
+      break;
+    default: break;
+  }
+  while (fields-- > 0) in.skip();
+}
+
+at::Tensor Executor::to_device(const at::Tensor& host) {
+  if (on_host()) return host;
+  auto t = make_empty(host.sizes(), host.strides(), host.scalar_type());
+  t.copy_(host, /*non_blocking=*/true);
+  when_done(compute_stream(), 0, [host] {});
+  return t;
+}
+
+void Executor::fetch_from_device(const at::Tensor& t, uint64_t request, std::function<void(const at::Tensor&)> then) {
+  auto host = stage({t.scalar_type(), Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end())});
+  uint64_t loan = lend(t.storage(), /*to_peer=*/true);
+  fetch_after_computing(t);
+  {
+    c10::StreamGuard on(fetch_stream());
+    host.copy_(t, /*non_blocking=*/true);
+  }
+  when_done(fetch_stream(), request, [this, loan, host, then = std::move(then)] {
+    give_back(loan);
+    then(host);
+  });
+}
+
 // --- batches ---------------------------------------------------------------------------------------------------------
 
 void Executor::execute_front() {
@@ -332,7 +432,8 @@ void Executor::execute_front() {
     unseen_ = 0;
     if (now_ns() - last_drain_ > kDrainNs) {
       drain();
-      if (exit_ || parent_gone_) return;
+      if (__builtin_expect(!pending_.empty(), 0)) settle();
+      if (exit_ || parent_gone_ || lost_told_) return;
     }
   }
   batches_.pop_front();

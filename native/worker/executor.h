@@ -11,10 +11,15 @@
 // EXE-4  An operator's result takes the memory of an argument only if the argument dies with that very record and nothing
 //        else stands on its storage: no view among the arguments, no loan (donation).
 // EXE-5  No exception leaves the loop but for a broken connection or a malformed record, which end the process.
+// EXE-6  On an accelerator no record waits for the device. What an answer needs to have been done is waited for by an event,
+//        looked at between operators; a tensor that is being fetched or sent is lent meanwhile, so nothing writes it (SHM-2).
+// EXE-7  An error after which the device does not work (a CUDA device assert) fails all that follows with its cause; once the
+//        client has been told the process ends.
 #pragma once
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -27,6 +32,7 @@
 #include "common/segment.h"
 #include "common/trace.h"
 #include "common/zmq_api.h"
+#include "worker/device.h"
 #include "worker/operators.h"
 
 namespace dtorch::worker {
@@ -72,6 +78,12 @@ class Executor {
     ~Borrowed();
   };
   static void end_borrowed(void* borrowed);
+  // What is to happen when an accelerator has come so far: an answer goes out, memory is needed no longer.
+  struct Pending {
+    c10::Event reached;
+    std::function<void()> then;
+    uint64_t request;  // to be answered with an error if the device is lost; 0: none
+  };
   // An uploaded segment that is the worker's now, memory of its tensors until the storage goes.
   struct Adopted {
     Executor* executor;
@@ -89,6 +101,13 @@ class Executor {
   void take_batch(mp::Reader& head, std::unique_ptr<Batch> batch, zmq::Frame& releases);
   void reply(const Buffer& b) { zmq::send(api_, socket_, b.data(), b.size(), 0); }  // to the controller
   void answer(const Buffer& b);  // to the client: VALUE, META, DONE, ERROR, RETURNED
+
+  // --- accelerators work behind (EXE-6)
+  void when_done(const c10::Stream& stream, uint64_t request, std::function<void()> then);
+  void settle();                    // does what has become due
+  void lose(const CausePtr& cause); // the device works no longer
+  void execute_lost(mp::Reader& in);
+  at::Tensor to_device(const at::Tensor& host);  // a copy where the worker computes; `host` is held until it was read
 
   // --- releases
   void release(uint64_t storage, uint64_t last_seq);
@@ -125,6 +144,8 @@ class Executor {
   void resize(mp::Reader& in);
   void stats(mp::Reader& in);
   void option(mp::Reader& in);
+  bool set_switch(std::string_view name, int64_t value);  // true: it is one
+  void empty_all_caches();
   void event(mp::Reader& in);
   void read(mp::Reader& in);
   void import(mp::Reader& in);
@@ -144,6 +165,10 @@ class Executor {
   void answer_error(uint64_t request, const CausePtr& cause);
   void answer_done(uint64_t request);  // with nothing to say
   void payload(Buffer& b, at::Tensor t, bool to_peer);  // appends inline bytes or a lent part of shared memory
+  void value(uint64_t request, const at::Tensor& t);  // answers a FETCH
+  bool device_payload(Buffer& b, const at::Tensor& t, int dest);
+  // Copies an accelerator's tensor to the host beside what it computes; `then` gets the copy.
+  void fetch_from_device(const at::Tensor& t, uint64_t request, std::function<void(const at::Tensor&)> then);
   static bool shared_part(const at::Tensor& t, int* fd, size_t* offset);
   void made(uint64_t storage, at::Tensor t, uint64_t site);
   void note_failure(const CausePtr& cause);
@@ -201,6 +226,10 @@ class Executor {
   std::unordered_multimap<c10::StorageImpl*, uint64_t> lent_;     // their tokens by storage
   std::unordered_set<c10::StorageImpl*> clients_;                 // lent, and held by no one but the client
   uint64_t next_token_ = uint64_t{1} << 62;
+  std::deque<Pending> pending_;
+  size_t device_limit_ = 0;  // bytes that the client allows on an accelerator; 0: all
+  CausePtr lost_;           // why the device works no longer
+  bool lost_told_ = false;  // the client knows; the process ends
   std::deque<CausePtr> failures_;               // not yet reported
 
   int64_t donations_ = 0, lookaheads_ = 0, lookahead_hits_ = 0;

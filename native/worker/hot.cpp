@@ -1,5 +1,6 @@
 // Unboxed calls of the operators that programs run most: one template, one line an operator. The boxed call works for
 // every operator; these save it the stack and the type-driven decoding.
+#include "common/device.h"
 #include "worker/operators.h"
 #include "worker/small.h"
 
@@ -145,11 +146,12 @@ struct Hot<Op, Into, R(A...)> {
     // Braces: the arguments are decoded in the order they stand in.
     std::tuple<Held<std::decay_t<A>>...> held{Held<std::decay_t<A>>(d)...};
     if (d.poison()) return;
-    // All tensors are CPU tensors without autograd: the key is known. A conjugate view or a sparse tensor needs the dispatcher's own choice.
-    constexpr c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+    // All tensors are this device's, without autograd: the key is known. A conjugate view or a sparse tensor needs the
+    // dispatcher's own choice.
+    const c10::DispatchKeySet keys = computing.keys;
     if constexpr (kSmall<Op> != Arithmetic::None) {
       const at::Tensor &a = std::get<0>(held).v, &b = std::get<1>(held).v;
-      bool simple = !d.needs_dispatch();
+      bool simple = !d.needs_dispatch() && on_host();
       if constexpr (sizeof...(A) > 2) simple = simple && plain(std::get<2>(held).v);
       at::Tensor out;
       if constexpr (std::is_reference_v<R>) out = a;
@@ -164,19 +166,19 @@ struct Hot<Op, Into, R(A...)> {
     std::apply(
         [&](auto&... h) {
           if constexpr (std::is_reference_v<R>) {
-            d.needs_dispatch() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...);
+            d.needs_dispatch() ? Op::call(h.get()...) : Op::redispatch(keys, h.get()...);
           } else {
             if constexpr (!std::is_void_v<Into>) {
               if (donor && sole(*donor) && !d.needs_dispatch()) {
                 at::Tensor out = *donor;
                 if constexpr (std::is_invocable_v<decltype(&Into::redispatch), c10::DispatchKeySet, A..., at::Tensor&>)
-                  Into::redispatch(cpu, h.get()..., out);
+                  Into::redispatch(keys, h.get()..., out);
                 else
-                  Into::redispatch(cpu, h.get()...);
+                  Into::redispatch(keys, h.get()...);
                 return made.push_back(std::move(out));
               }
             }
-            keep(made, d.needs_dispatch() ? Op::call(h.get()...) : Op::redispatch(cpu, h.get()...));
+            keep(made, d.needs_dispatch() ? Op::call(h.get()...) : Op::redispatch(keys, h.get()...));
           }
         },
         held);

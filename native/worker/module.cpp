@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "common/py_api.h"
+#include "worker/device_python.h"
 #include "worker/executor.h"
 #include "worker/memory.h"
 #include "worker/pool.h"
@@ -19,21 +20,25 @@ struct QuietAboutResizing final : c10::WarningHandler {
 };
 
 PyObject* py_run(PyObject*, PyObject* args) {
-  PyObject *dict, *importer;
+  PyObject *dict, *importer, *hooks;
+  const char* device;
   unsigned long long socket;
   int worker, parent_fd, replies;
-  if (!PyArg_ParseTuple(args, "OKiiiO", &dict, &socket, &worker, &parent_fd, &replies, &importer)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OKiiiOsO", &dict, &socket, &worker, &parent_fd, &replies, &importer, &device,
+                        &hooks)) return nullptr;
   dtorch::worker::set_importer(importer);
   static dtorch::zmq::Api api;
   if (!dtorch::read_zmq_api(dict, &api)) return nullptr;
   dtorch::worker::install_allocator();
   dtorch::worker::register_nested();
+  dtorch::worker::set_device_hooks(hooks);
   static QuietAboutResizing warnings;
   c10::WarningUtils::set_warning_handler(&warnings);
   std::string failure;
   int status = 2;
   Py_BEGIN_ALLOW_THREADS
   try {
+    dtorch::worker::compute_on(device);
     dtorch::worker::Executor executor(api, reinterpret_cast<void*>(socket), worker, parent_fd, replies);
     status = executor.run();
   } catch (const std::exception& e) {

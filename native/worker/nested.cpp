@@ -42,7 +42,7 @@ void register_nested() {
   using torch::Library;
   static auto* fragment = new Library(Library::FRAGMENT, "dtorch", std::nullopt, __FILE__, __LINE__);  // kept for good
   fragment->def(kEncoderLayer);
-  static auto* kernels = new Library(Library::IMPL, "dtorch", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  static auto* kernels = new Library(Library::IMPL, "dtorch", c10::DispatchKey::CompositeExplicitAutograd, __FILE__, __LINE__);
   kernels->impl("encoder_layer_of_lengths", TORCH_FN(encoder_layer));
 }
 

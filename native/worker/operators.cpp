@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "common/protocol.h"
+#include "worker/device.h"
 
 namespace dtorch::worker {
 
@@ -261,7 +262,7 @@ std::string describe_arguments(const Operator& op, mp::Reader in, Store& store) 
 
 void require_plain(const Operator& op, const at::Tensor& t) {
   TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided && t.has_storage() && !t.is_nested() && !t.is_quantized() &&
-                                  t.device().is_cpu(), "dtorch: ",
+                                  (t.device().is_cpu() || t.device() == computing.device), "dtorch: ",
                               op.name, " gives a ", t.toString(), " tensor where dtorch holds dense ones only. Keep such "
                               "tensors on the CPU: call .cpu() before this operator");
 }
@@ -280,7 +281,7 @@ at::Tensor conform(const Operator& op, at::Tensor t, const Geometry& g) {
               t.sizes(), " where ", c10::toString(g.dtype), c10::IntArrayRef(g.sizes),
               " was predicted (a bug of dtorch: its shape inference is wrong for this operator)");
   auto first = first_of(g);
-  at::Tensor as_predicted = at::detail::empty_strided_cpu(first.sizes, first.strides, first.dtype);
+  at::Tensor as_predicted = make_empty(first);
   view_of(as_predicted, g).copy_(t);
   return as_predicted;
 }

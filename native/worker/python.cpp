@@ -12,11 +12,6 @@ namespace {
 
 PyObject* importer = nullptr;
 
-struct Gil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() { PyGILState_Release(state); }
-};
-
 std::string text_of(PyObject* value) {
   PyObject* text = value ? PyObject_Str(value) : nullptr;
   const char* utf8 = text ? PyUnicode_AsUTF8(text) : nullptr;
@@ -32,8 +27,9 @@ std::string name_of(PyObject* type) {
   return name.substr(name.rfind('.') + 1);
 }
 
-// Takes Python's error indicator.
-PythonError take() {
+}  // namespace
+
+PythonError take_python_error() {
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);
@@ -43,8 +39,6 @@ PythonError take() {
   Py_XDECREF(traceback);
   return error;
 }
-
-}  // namespace
 
 std::optional<PythonError> python_error_of(const std::exception& e) {
   // What a kernel written in Python throws: torch's exception, or pybind11's.
@@ -57,8 +51,11 @@ std::optional<PythonError> python_error_of(const std::exception& e) {
   Gil gil;
   if (raised->type) python_error(*raised).restore();  // it was carried here from another thread
   if (!PyErr_Occurred()) return PythonError{"RuntimeError", e.what()};
-  return take();
+  return take_python_error();
 }
+
+Gil::Gil() : state_(PyGILState_Ensure()) {}
+Gil::~Gil() { PyGILState_Release(static_cast<PyGILState_STATE>(state_)); }
 
 void set_importer(PyObject* f) { importer = f; }
 
@@ -77,7 +74,7 @@ std::optional<PythonError> import_module(std::string_view module, std::string_vi
   PyObject* done = args ? PyObject_CallObject(importer, args) : nullptr;
   Py_XDECREF(args);
   Py_XDECREF(list);
-  if (!done) return take();
+  if (!done) return take_python_error();
   Py_DECREF(done);
   return std::nullopt;
 }

@@ -1,4 +1,5 @@
-// Where the worker meets Python: importing modules with custom operators, and the exceptions that their kernels raise.
+// Where the worker meets Python: importing modules with custom operators, and the exceptions that their kernels raise. What
+// a GPU needs of Python is in device_python.h.
 //
 // The executor runs without the GIL; everything here takes it for as long as it needs it.
 #pragma once
@@ -15,6 +16,21 @@ namespace dtorch::worker {
 struct PythonError {
   std::string type, message;
 };
+
+// Holds the interpreter's lock.
+class Gil {
+ public:
+  Gil();
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+  ~Gil();
+
+ private:
+  int state_;
+};
+
+// Takes Python's error indicator, which is set.
+PythonError take_python_error();
 
 // The Python exception that the C++ exception being handled stands for, if it does; Python's own error indicator is clear
 // afterwards.

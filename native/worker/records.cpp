@@ -15,10 +15,12 @@
 
 #include "common/machine.h"
 #include "worker/executor.h"
+#include "worker/device_python.h"
 #include "worker/memory.h"
 #include "worker/pool.h"
 #include "worker/python.h"
 #include "worker/small.h"
+#include "worker/staging.h"
 
 namespace dtorch::worker {
 
@@ -40,6 +42,14 @@ std::string text_of(const std::exception& e) {
   if (auto* c = dynamic_cast<const c10::Error*>(&e)) return c->what_without_backtrace();
   return e.what();
 }
+
+// An error that the device reported, which may have been made long before.
+bool is_device_error(const std::exception& e) {
+  return dynamic_cast<const c10::AcceleratorError*>(&e) || std::string_view(e.what()).find("CUDA error") != std::string_view::npos;
+}
+constexpr const char* kLostHint =
+    "\nThe GPU works behind the program: an earlier operator than this may be at fault. CUDA_LAUNCH_BLOCKING=1 in the environment "
+    "finds it. This worker cannot go on and ends";
 
 // A tensor's memory as it is when it is dense, else packed row-major: what FETCH and SEND hand over.
 at::Tensor handed_over(const at::Tensor& t) {
@@ -65,13 +75,18 @@ struct EndUnlessGone {
   ~EndUnlessGone() { mapping.end(); }
 };
 
+// A new tensor on the host, from where it can be copied to the device.
+at::Tensor host_empty(const Geometry& g) {
+  return on_host() ? at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype) : stage(g);
+}
+
 // A new tensor with the bytes of a part of another process's file or segment. Read, not mapped: the file may be cut short
 // meanwhile, which must be an error and no SIGBUS; and mapping costs a fault for every page. Large parts are read by as many
 // threads as an operator has.
 at::Tensor read_tensor(const Geometry& g, int pid, int fd, size_t offset, size_t n) {
   constexpr int64_t kPart = 8 << 20;
   Descriptor file(pid, fd, O_RDONLY);
-  at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+  at::Tensor t = host_empty(g);
   size_t size = static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size());
   TORCH_CHECK(n == size, "a value of ", size, " bytes came with ", n);
   auto* data = static_cast<char*>(t.mutable_data_ptr());
@@ -124,6 +139,10 @@ CausePtr Executor::cause_of(const char* kind, const std::string& op, const std::
   } catch (const std::exception& e) {
     if (auto raised = python_error_of(e)) return make_cause(kind, raised->type, raised->message, op, shapes, site);
     std::string type = type_of(e);
+    if (__builtin_expect(!on_host(), 0) && is_device_error(e) && !lost_ && !still_works()) {
+      lost_ = make_cause(kind, type, text_of(e) + kLostHint, op, shapes, site);
+      return lost_;
+    }
     return make_cause(type == "OutOfMemoryError" ? "memory" : kind, type, text_of(e), op, shapes, site);
   } catch (...) {
     return make_cause(kind, "RuntimeError", "it threw what is no std::exception", op, shapes, site);
@@ -182,6 +201,7 @@ void Executor::answer_done(uint64_t request) {
 // --- operators -------------------------------------------------------------------------------------------------------
 
 void Executor::execute(mp::Reader& in) {
+  if (__builtin_expect(lost_ != nullptr, 0)) return execute_lost(in);
   in.array();
   auto kind = static_cast<Record>(in.integer());
   in.integer();  // the worker: the controller has routed by it
@@ -280,7 +300,7 @@ void Executor::op(mp::Reader& in) {
   uint64_t donor_id = 0;
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
-    if (executed_ + 1 == received_ && lookahead_ns_) look_ahead(args);
+    if (executed_ + 1 == received_ && lookahead_ns_ && on_host()) look_ahead(args);
     Decoder d(in, store_, generators_);
     if (__builtin_expect(!op, 0)) op = &operator_at(number);
     if (op->twin && dying_at(*batches_.front(), executed_ + 1) >= 0) donor = find_donor(*op, args, &donor_id);
@@ -288,11 +308,19 @@ void Executor::op(mp::Reader& in) {
       for (uint64_t storage : storages_of(op->handle.schema(), op->mutates, args)) before_write(storage);
     std::optional<at::AutoGradMode> gradients;
     if (__builtin_expect(op->reads_grad_mode, 0)) gradients.emplace(grad_mode_);
-    if (op->unboxed) {
-      op->unboxed(d, donor.defined() ? &donor : nullptr, made_);
-    } else {
+    auto run = [&] {
+      if (op->unboxed) return op->unboxed(d, donor.defined() ? &donor : nullptr, made_);
       torch::jit::Stack stack;
       call_boxed(*op, d, stack, donor.defined() ? &donor : nullptr, made_);
+    };
+    try {
+      run();
+    } catch (const c10::OutOfMemoryError&) {
+      // On the host the allocator itself waits for releases (memory.h). What writes its arguments is not done twice.
+      if (on_host() || !op->mutates.empty() || !await_releases()) throw;
+      in = args;
+      made_.clear();
+      run();
     }
     cause = d.poison();
   } catch (...) {
@@ -446,11 +474,8 @@ void Executor::alloc(mp::Reader& in) {
   size_t nbytes = in.uint();
   uint64_t site = in.uint();
   try {
-    at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
-    if (nbytes > t.storage().nbytes()) {
-      at::Tensor bytes = at::detail::empty_cpu({static_cast<int64_t>(nbytes)}, at::kByte);
-      t = view_of(bytes, g);
-    }
+    at::Tensor t = make_empty(g);
+    if (nbytes > t.storage().nbytes()) t = view_of(make_bytes(nbytes, computing.device), g);
     made(storage, t, site);
   } catch (...) {
     poison(storage, cause_of("internal", "an allocation", "(" + std::to_string(nbytes) + " bytes)", site));
@@ -463,10 +488,10 @@ void Executor::put(mp::Reader& in) {
   auto bytes = in.bin();
   uint64_t site = in.uint();
   try {
-    at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+    at::Tensor t = host_empty(g);
     TORCH_CHECK(bytes.size() == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", bytes.size());
     std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
-    made(storage, t, site);
+    made(storage, to_device(t), site);
   } catch (...) {
     poison(storage, cause_of("internal", "an upload", "", site));
   }
@@ -492,14 +517,15 @@ void Executor::map(mp::Reader& in) {
   bool lent = in.boolean();
   uint64_t spare = in.uint(), site = in.uint();
   try {
-    if (lent) return made(storage, read_tensor(g, pid, fd, offset, n), site);
+    if (lent) return made(storage, to_device(read_tensor(g, pid, fd, offset, n)), site);
     bool keep = kept_descriptors < most_descriptors();
     auto segment = open_segment(pid, fd, offset, n, Sharing::Owned, keep);
     EndUnlessGone end{segment};
     adopt_memory(n);
     auto* adopted = new Adopted(this, segment, std::exchange(spare, 0));
     segment = {};
-    made(storage, adopt({adopted->map.data, adopted, &Adopted::end, c10::Device(c10::DeviceType::CPU)}, n, g), site);
+    auto t = adopt({adopted->map.data, adopted, &Adopted::end, c10::Device(c10::DeviceType::CPU)}, n, g);
+    made(storage, to_device(t), site);
   } catch (...) {
     if (spare) returned_.add(spare, kClient);
     poison(storage, cause_of("internal", "an upload", "", site));
@@ -513,7 +539,7 @@ void Executor::read(mp::Reader& in) {
   size_t offset = in.uint(), n = in.uint();
   uint64_t site = in.uint();
   try {
-    made(storage, read_tensor(g, pid, fd, offset, n), site);
+    made(storage, to_device(read_tensor(g, pid, fd, offset, n)), site);
   } catch (...) {
     auto cause = cause_of("op", "reading a file", "(" + std::to_string(n) + " bytes from byte " + std::to_string(offset) + ")", site);
     store_.poison(storage, cause);
@@ -531,6 +557,7 @@ bool Executor::shared_part(const at::Tensor& t, int* fd, size_t* offset) {
     return true;
   }
   const auto& owner = t.storage().data_ptr();
+  if (staged_part(owner, data, fd, offset)) return true;
   if (owner.get_deleter() != &Adopted::end) return false;
   const auto& map = static_cast<const Adopted*>(owner.get_context())->map;
   *fd = map.fd;
@@ -558,6 +585,17 @@ void Executor::payload(Buffer& b, at::Tensor t, bool to_peer) {
   if (copied) leave_to_client(t.storage().unsafeGetStorageImpl());  // no tensor here has it
 }
 
+void Executor::value(uint64_t request, const at::Tensor& t) {
+  Buffer b;
+  mp::put_array(b, 5);
+  b.push(static_cast<uint8_t>(Message::VALUE));
+  mp::put_uint(b, request);
+  mp::put_int(b, worker_);
+  put_geometry(b, t);
+  payload(b, t, /*to_peer=*/false);
+  answer(b);
+}
+
 void Executor::fetch(mp::Reader& in) {
   uint64_t request = in.uint(), site = in.uint();
   CausePtr cause;
@@ -568,14 +606,8 @@ void Executor::fetch(mp::Reader& in) {
     cause = d.poison();
     if (!cause) {
       t = handed_over(t);
-      Buffer b;
-      mp::put_array(b, 5);
-      b.push(static_cast<uint8_t>(Message::VALUE));
-      mp::put_uint(b, request);
-      mp::put_int(b, worker_);
-      put_geometry(b, t);
-      payload(b, t, /*to_peer=*/false);
-      return answer(b);
+      if (t.is_cpu()) return value(request, t);
+      return fetch_from_device(t, request, [this, request](const at::Tensor& host) { value(request, host); });
     }
   } catch (...) {
     cause = cause_of("internal", "fetching a value", "", site);
@@ -583,6 +615,22 @@ void Executor::fetch(mp::Reader& in) {
     in.skip();
   }
   answer_error(request, cause);
+}
+
+// A large tensor in a GPU's memory, for a worker that can map that; false where it has to go through the host's.
+bool Executor::device_payload(Buffer& b, const at::Tensor& t, int dest) {
+  size_t n = bytes_of(t);
+  if (n <= kInlineBytes) return false;
+  auto lent = lend_device_memory(t.const_data_ptr(), n, dest);
+  if (!lent) return false;
+  mp::put_array(b, 6);
+  mp::put_int(b, lent->device);
+  mp::put_bin(b, lent->handle.data(), lent->handle.size());
+  mp::put_uint(b, lent->offset);
+  mp::put_bin(b, lent->event.data(), lent->event.size());
+  mp::put_uint(b, n);
+  mp::put_uint(b, lend(t.storage(), /*to_peer=*/true));
+  return true;
 }
 
 void Executor::send_tensor(mp::Reader& in) {
@@ -600,7 +648,15 @@ void Executor::send_tensor(mp::Reader& in) {
     Decoder d(in, store_, generators_);
     auto t = d.tensor();
     cause = d.poison();
-    if (!cause) payload(b, handed_over(t), /*to_peer=*/true);
+    if (!cause) {
+      t = handed_over(t);
+      if (!t.is_cpu() && !device_payload(b, t, static_cast<int>(dest)))
+        return fetch_from_device(t, 0, [this, b = std::make_shared<Buffer>(std::move(b))](const at::Tensor& host) {
+          payload(*b, host, /*to_peer=*/true);
+          reply(*b);
+        });
+      if (t.is_cpu()) payload(b, t, /*to_peer=*/true);
+    }
   } catch (...) {
     cause = cause_of("internal", "a copy between workers", "", site);
     in = start;
@@ -638,10 +694,10 @@ void Executor::recv_tensor(mp::Reader& in) {
     mp::Reader p(payload.data(), payload.size());
     if (p.kind() == mp::Kind::Bin) {
       auto bytes = p.bin();
-      at::Tensor t = at::detail::empty_strided_cpu(g.sizes, g.strides, g.dtype);
+      at::Tensor t = host_empty(g);
       TORCH_CHECK(bytes.size() == bytes_of(t), "a copy of ", bytes_of(t), " bytes came with ", bytes.size());
       if (!bytes.empty()) std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
-      return made(storage, t, site);
+      return made(storage, to_device(t), site);
     }
     size_t fields = p.array();
     if (fields == 8) {  // the source's cause
@@ -649,6 +705,20 @@ void Executor::recv_tensor(mp::Reader& in) {
       cause->error = std::move(payload);
       cause->reported = true;  // the source reports it
       return store_.poison(storage, cause);
+    }
+    if (fields == 6) {
+      Lent lent;
+      lent.device = static_cast<int>(p.integer());
+      lent.handle = p.bin();
+      lent.offset = p.uint();
+      lent.event = p.bin();
+      size_t n = p.uint();
+      std::shared_ptr<Borrowed> borrowed(new Borrowed{this, {}, p.uint(), source});  // gives the loan back, copied or not
+      at::Tensor t = make_empty(g);
+      TORCH_CHECK(n == bytes_of(t), "a copy of ", bytes_of(t), " bytes came with ", n);
+      copy_lent(source, t.mutable_data_ptr(), n, lent);
+      when_done(compute_stream(), 0, [borrowed] {});
+      return made(storage, t, site);
     }
     int pid = static_cast<int>(p.integer()), fd = static_cast<int>(p.integer());
     size_t offset = p.uint(), n = p.uint();
@@ -662,7 +732,7 @@ void Executor::recv_tensor(mp::Reader& in) {
     }
     std::atomic_ref(memory_stats().mapped).fetch_add(static_cast<int64_t>(n), std::memory_order_relaxed);
     void* data = borrowed->map.data;
-    made(storage, adopt({data, borrowed.release(), &end_borrowed, c10::Device(c10::DeviceType::CPU)}, n, g), site);
+    made(storage, to_device(adopt({data, borrowed.release(), &end_borrowed, c10::Device(c10::DeviceType::CPU)}, n, g)), site);
   } catch (...) {
     poison(storage, cause_of("internal", "a copy between workers", "", site));
   }
@@ -677,11 +747,9 @@ void Executor::resize(mp::Reader& in) {
     if (!s || !s->first.defined()) return;
     c10::Storage held = s->first.storage();
     auto* impl = held.unsafeGetStorageImpl();
-    auto* alloc = c10::GetAllocator(c10::DeviceType::CPU);
-    auto data = alloc->allocate(nbytes);
-    size_t keep = std::min(nbytes, impl->nbytes());
-    if (keep) std::memcpy(data.get(), impl->data(), keep);
-    impl->set_data_ptr_noswap(std::move(data));
+    auto bytes = make_bytes(nbytes, impl->device());
+    copy_bytes(bytes, s->first, std::min(nbytes, impl->nbytes()));
+    impl->set_data_ptr_noswap(bytes.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, impl->device())));
     impl->set_nbytes(nbytes);
     if (log_allocations_) log_.push_back({executed_ + 1, storage, static_cast<int64_t>(nbytes), 0, now_ns()});
   } catch (...) {
@@ -741,24 +809,28 @@ void Executor::sync(mp::Reader& in) {
     failures_.clear();  // one report a synchronisation: what followed from it follows from it
     return answer_error(request, cause);
   }
-  answer_done(request);
+  if (on_host()) answer_done(request);
+  else when_done(compute_stream(), request, [this, request] { answer_done(request); });
 }
 
 void Executor::event(mp::Reader& in) {
   uint64_t request = in.uint();
-  out_.clear();
-  mp::put_array(out_, 4);
-  out_.push(static_cast<uint8_t>(Message::DONE));
-  mp::put_uint(out_, request);
-  mp::put_int(out_, worker_);
-  mp::put_uint(out_, now_ns());
-  answer(out_);
+  auto happened = [this, request] {
+    out_.clear();
+    mp::put_array(out_, 4);
+    out_.push(static_cast<uint8_t>(Message::DONE));
+    mp::put_uint(out_, request);
+    mp::put_int(out_, worker_);
+    mp::put_uint(out_, now_ns());
+    answer(out_);
+  };
+  if (on_host()) happened();
+  else when_done(compute_stream(), request, happened);
 }
 
 void Executor::stats(mp::Reader& in) {
   uint64_t request = in.uint();
   auto what = in.str();
-  auto& m = memory_stats();
   Buffer b;
   mp::put_array(b, 4);
   b.push(static_cast<uint8_t>(Message::DONE));
@@ -777,6 +849,15 @@ void Executor::stats(mp::Reader& in) {
     log_.clear();
   } else if (what == "trace") {
     put_trace(b);
+  } else if (what == "properties") {  // of the device: [name, value] each
+    auto rows = on_host() ? decltype(device_properties()){{"name", "CPU"}} : device_properties();
+    mp::put_array(b, rows.size());
+    for (auto& [name, value] : rows) {
+      mp::put_array(b, 2);
+      mp::put_str(b, name);
+      if (auto* n = std::get_if<int64_t>(&value)) mp::put_int(b, *n);
+      else mp::put_str(b, std::get<std::string>(value));
+    }
   } else if (what == "live") {  // rows [storage, bytes, shape, site]
     mp::put_array(b, store_.size());
     for (auto& [id, slot] : store_) {
@@ -787,17 +868,22 @@ void Executor::stats(mp::Reader& in) {
       mp::put_uint(b, slot.site);
     }
   } else {
-    if (what == "reset_peak") reset_peaks();
-    if (what == "reset_accumulated") reset_accumulated();
-    if (what == "empty_cache") empty_cache();
+    if (what == "reset_peak") on_host() ? reset_peaks() : reset_device_peaks();
+    if (what == "reset_accumulated") on_host() ? reset_accumulated() : reset_device_accumulated();
+    if (what == "empty_cache") empty_all_caches();
     auto number = [](auto n) { return static_cast<int64_t>(n); };
+    auto memory = on_host() ? DeviceMemory{memory_stats(), number(pool().reserved()), number(pool().peak_reserved())} : device_memory();
+    const auto& m = memory.stats;
+    auto [available, machine] = on_host() ? std::pair(available_memory(), machine_memory()) : device_memory_info();
     std::pair<const char*, int64_t> rows[] = {
         {"allocated", m.allocated}, {"peak", m.peak}, {"blocks", m.live}, {"peak_blocks", m.peak_live},
         {"allocations", m.allocations}, {"total", m.total}, {"frees", m.frees}, {"freed", m.freed}, {"retries", m.retries},
         {"ooms", m.failures},
-        {"reserved", number(pool().reserved())}, {"peak_reserved", number(pool().peak_reserved())},
-        {"limit", number(pool().limit())}, {"machine", number(machine_memory())}, {"available", number(available_memory())},
-        {"mapped", std::atomic_ref(m.mapped).load(std::memory_order_relaxed)}, {"lent", m.lent},
+        {"reserved", memory.reserved}, {"peak_reserved", memory.peak_reserved},
+        {"limit", number(on_host() ? pool().limit() : device_limit_ ? device_limit_ : machine)},
+        {"machine", number(machine)}, {"available", number(available)},
+        {"mapped", std::atomic_ref(memory_stats().mapped).load(std::memory_order_relaxed)}, {"lent", m.lent},
+        {"staged", number(staged_bytes())},
         {"loans", number(loans_.size())}, {"storages", number(store_.size())},
         {"donations", donations_}, {"small_arithmetic", number(small_calls())},
         {"lookaheads", lookaheads_}, {"lookahead_hits", lookahead_hits_},
@@ -810,6 +896,31 @@ void Executor::stats(mp::Reader& in) {
     }
   }
   answer(b);
+}
+
+// What is free goes back to where it came from. Other workers first close what they have open of it (IPC-4); who is slow to
+// hear of it holds a part of the address space for a while.
+void Executor::empty_all_caches() {
+  if (on_host()) {
+    empty_cache();
+    return;
+  }
+  std::vector<const void*> lent;
+  for (auto& [token, loan] : loans_)
+    if (loan.storage.device() == computing.device) lent.push_back(loan.storage.data());
+  for (auto& [peer, handles] : revoked_allocations(lent)) {
+    out_.clear();
+    mp::put_array(out_, 4);
+    out_.push(static_cast<uint8_t>(Message::FREED));
+    mp::put_int(out_, worker_);
+    mp::put_int(out_, peer);
+    mp::put_array(out_, handles.size());
+    for (const auto& h : handles) mp::put_bin(out_, h.data(), h.size());
+    reply(out_);
+  }
+  drop_staging();
+  empty_cache();
+  empty_device_cache();
 }
 
 // Operators that came after PyTorch's own: what a worker has at its first import is PyTorch's.
@@ -848,6 +959,22 @@ void Executor::import(mp::Reader& in) {
   reply(b);
 }
 
+// PyTorch's switches for GPUs, set by the client as the program has them.
+bool Executor::set_switch(std::string_view name, int64_t value) {
+  auto& c = at::globalContext();
+  bool on = value != 0;
+  if (name == "cudnn.benchmark") c.setBenchmarkCuDNN(on);
+  else if (name == "cudnn.deterministic") c.setDeterministicCuDNN(on);
+  else if (name == "cudnn.enabled") c.setUserEnabledCuDNN(on);
+  else if (name == "cudnn.allow_tf32") c.setAllowTF32CuDNN(on);
+  else if (name == "cublas.allow_tf32") c.setAllowTF32CuBLAS(on);
+  else if (name == "sdp.flash") c.setSDPUseFlash(on);
+  else if (name == "sdp.mem_efficient") c.setSDPUseMemEfficient(on);
+  else if (name == "sdp.math") c.setSDPUseMath(on);
+  else return false;
+  return true;
+}
+
 void Executor::option(mp::Reader& in) {
   auto name = in.str();
   int64_t value = in.integer();
@@ -856,7 +983,9 @@ void Executor::option(mp::Reader& in) {
   else if (name == "default_dtype") c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<at::ScalarType>(value)));
   else if (name == "flush_denormal") at::globalContext().setFlushDenormal(value != 0);
   else if (name == "grad_mode") grad_mode_ = value != 0;
-  else if (name == "memory_limit") pool().set_limit(static_cast<size_t>(value));
+  else if (name == "memory_limit" && on_host()) pool().set_limit(static_cast<size_t>(value));
+  else if (name == "memory_limit") limit_device_memory(device_limit_ = static_cast<size_t>(value));
+  else if (set_switch(name, value)) return;
   else if (name == "lookahead_us") lookahead_ns_ = value * 1000;
   else if (name == "record_allocations") log_allocations_ = value != 0, log_.clear();
   else if (name == "trace") value > 0 ? trace_.start(static_cast<uint64_t>(value)) : trace_.clear();
