@@ -392,8 +392,8 @@ at::Tensor Executor::to_device(const at::Tensor& host) {
 
 void Executor::fetch_from_device(const at::Tensor& t, uint64_t request, std::function<void(const at::Tensor&)> then) {
   auto host = stage({t.scalar_type(), Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end())});
-  uint64_t loan = lend(t.storage(), /*to_peer=*/true);
-  fetch_after_computing(t);
+  uint64_t loan = lend(t.storage(), /*to_peer=*/true);  // its memory is neither reused nor written until it was read
+  fetch_after_computing();
   {
     c10::StreamGuard on(fetch_stream());
     host.copy_(t, /*non_blocking=*/true);
