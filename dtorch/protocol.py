@@ -213,7 +213,7 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #:           operator's argument may be sparse.
 #: sparse    a sparse tensor is its dense parts one after the other, `tensor` each: indices and values (COO), or
 #:           compressed indices, plain indices and values; `layout` is PyTorch's number (1 COO, 2 CSR, 4 CSC, 5 BSR,
-#:           6 BSC), `sizes` an array.
+#:           6 BSC), `sizes` an array, `same` the place among the record's sparse tensors of the one that it is, or -1.
 #: payload   a bin with the bytes, or a segment: the receiver opens /proc/PID/fd/FD and maps `nbytes` from `offset`
 #:           privately. The owner leaves them as they are until `token` is released (by a RELEASE with that number as
 #:           its storage, or TRANSFER_DONE), which the receiver does when its mapping ends. Between workers with GPUs
@@ -226,12 +226,12 @@ RECORD_DOCS: Final[dict[Record, str]] = {
 #:           structs and empty at the end; `dropped` counts what did not fit; `texts` come with the empty one: number n
 #:           stands at n - 1.
 #: returns   one per result: [storage, geometry] | sparse | [either, ...] | scalar | nil (an argument comes back); a
-#:           sparse result's parts are [storage, geometry]. Then one more: per written argument the geometries of its
-#:           tensors now (out= arguments are resized), sparse ones as results, with nil for a part that stays.
+#:           sparse result's parts are [storage, geometry], the storage a new one or an argument's. Then one more: per
+#:           written argument the geometries of its tensors now (out= arguments are resized), sparse ones as results.
 STRUCT_FIELDS: Final[dict[str, str]] = {
     "geometry": "dtype sizes strides offset flags",
     "view": "storage geometry",
-    "sparse": "layout sizes coalesced parts",
+    "sparse": "layout sizes coalesced same parts",
     "segment": "pid fd offset nbytes token",
     "device_memory": "device handle offset event nbytes token",
     "error": "kind type message op shapes site worker held",

@@ -89,6 +89,11 @@ def get_device_name(device: Device = None) -> str:
     return f"dtorch CPU worker {index_of(device)}"
 
 
+def _lazy_init() -> None:
+    """PyTorch asks for it before a device's first use, and takes devices that have none for never used: torch 2.11's
+    torch.accelerator.synchronize() would not wait. Native code starts the engine when the first tensor is made."""
+
+
 @contextlib.contextmanager
 def _device(index: Device) -> Iterator[None]:
     before = _client.current_device()

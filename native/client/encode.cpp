@@ -6,6 +6,7 @@
 
 #include <ATen/core/Generator.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -126,15 +127,18 @@ void Encoder::arg(const at::Tensor& t) {
 // By its parts. Its key has no number of elements: no dense result's geometry follows from that.
 void Encoder::sparse(const at::Tensor& t) {
   auto s = take_apart(t);
+  auto known = std::find(sparse_.begin(), sparse_.end(), t.unsafeGetTensorImpl());
+  if (known != sparse_.end()) s.same = known - sparse_.begin();
+  else sparse_.push_back(t.unsafeGetTensorImpl());
   put_sparse_head(s_.record, s);
   for (const auto& part : s.parts) {
     if (!is_ours(part)) mismatch(part);
     if (part.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::ZeroTensor)) write_zeros(part);
     name(part);
   }
-  uint8_t head[] = {'S', static_cast<uint8_t>(s.layout), static_cast<uint8_t>(t.scalar_type()), s.coalesced,
+  uint8_t head[] = {'S', static_cast<uint8_t>(s.same + 1), static_cast<uint8_t>(s.layout), static_cast<uint8_t>(t.scalar_type()), s.coalesced,
                     static_cast<uint8_t>(s.parts[0].size(0)), static_cast<uint8_t>(s.sizes.size())};
-  if (s.layout != at::kSparse) head[4] = static_cast<uint8_t>(s.parts.back().dim());
+  if (s.layout != at::kSparse) head[5] = static_cast<uint8_t>(s.parts.back().dim());
   s_.key.append(head, sizeof head);
   s_.key.append(s.sizes.data(), s.sizes.size() * sizeof(int64_t));
 }

@@ -94,6 +94,7 @@ class Encoder {
 
   Scratch& s_;
   const OpInfo& info_;
+  c10::SmallVector<const at::TensorImpl*, 1> sparse_;  // the record's sparse tensors, each once
 };
 
 }  // namespace dtorch

@@ -113,24 +113,65 @@ void rewrite(const at::Tensor& t, const Rewrite& r, bool was_first) {
   ctx->first.strides = r.strides;
 }
 
-// Reads one new tensor of a META reply.
-at::Tensor read_made(mp::Reader& in, int worker, uint64_t seq) {
-  if (in.try_nil()) return at::Tensor();
-  size_t length = in.array();
-  if (length != kViewLength) {
-    auto s = read_sparse_head(in, length);
-    for (auto& part : s.parts) part = read_made(in, worker, seq);
-    return put_together(s);
+// What a META reply names: new storages from `first` on, and the arguments' own.
+struct Answered {
+  int worker;
+  uint64_t seq, first;
+  at::ArrayRef<c10::IValue> args;
+
+  // An argument's storage, by its number.
+  c10::Storage storage_of(uint64_t id) const {
+    c10::Storage found;
+    auto look = [&](auto&& self, const at::Tensor& t) -> void {
+      if (is_sparse(t)) {
+        for (const auto& part : take_apart(t).parts) self(self, part);
+      } else if (is_ours(t) && ctx_of(t)->id == id) {
+        found = t.storage();
+      }
+    };
+    for (const auto& v : args) {
+      if (v.isTensor()) look(look, v.toTensor());
+      if (v.isTensorList())
+        for (const auto& t : v.toTensorVector()) look(look, t);
+    }
+    TORCH_CHECK(found, "dtorch: a result stands on storage ", id, ", which is no argument's (a bug of dtorch)");
+    return found;
   }
-  uint64_t id = in.uint();
-  auto g = read_geometry(in);
-  auto t = make_result(worker, g);
-  auto* ctx = ctx_of(t);
-  ctx->id = id;
-  ctx->lazy = false;
-  ctx->last_seq = seq;
-  return t;
-}
+
+  at::Tensor read(mp::Reader& in) const {
+    if (in.try_nil()) return at::Tensor();
+    size_t length = in.array();
+    if (length != kViewLength) {
+      auto s = read_sparse_head(in, length);
+      for (auto& part : s.parts) part = read(in);
+      return put_together(s);
+    }
+    uint64_t id = in.uint();
+    auto g = read_geometry(in);
+    return id < first ? on_argument(storage_of(id), g) : fresh(id, g);
+  }
+
+  at::Tensor fresh(uint64_t id, const Geometry& g) const {
+    auto t = make_result(worker, g);
+    auto* ctx = ctx_of(t);
+    ctx->id = id;
+    ctx->lazy = false;
+    ctx->last_seq = seq;
+    return t;
+  }
+
+  at::Tensor on_argument(c10::Storage storage, const Geometry& g) const {
+    size_t need = storage_bytes(g.sizes, g.strides, g.offset, c10::elementSize(g.dtype));
+    if (need > storage.nbytes()) resize_storage(storage.unsafeGetStorageImpl(), need, /*tell_worker=*/false);
+    auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                                      c10::scalarTypeToTypeMeta(g.dtype));
+    auto* impl = t.unsafeGetTensorImpl();
+    impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
+    if (g.flags & kFlagConj) impl->_set_conj(true);
+    if (g.flags & kFlagNeg) impl->_set_neg(true);
+    return t;
+  }
+};
 
 c10::IValue read_value(mp::Reader& in) {
   switch (in.kind()) {
@@ -144,12 +185,16 @@ c10::IValue read_value(mp::Reader& in) {
 }
 
 // Takes the geometry, or the parts, that an operator gave to a tensor it wrote; true when the geometry changed.
-bool follow(mp::Reader& in, int arg, const at::Tensor& t, int worker, uint64_t seq) {
+bool follow(mp::Reader& in, int arg, const at::Tensor& t, const Answered& answered) {
   if (is_sparse(t)) {
     auto before = take_apart(t), now = read_sparse_head(in, in.array());
+    auto same = [](const at::Tensor& a, const at::Tensor& b) {
+      return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl() && a.sizes() == b.sizes() &&
+             a.strides() == b.strides() && a.storage_offset() == b.storage_offset();
+    };
     for (size_t i = 0; i < now.parts.size(); ++i) {
-      now.parts[i] = read_made(in, worker, seq);
-      if (!now.parts[i].defined()) now.parts[i] = before.parts[i];
+      now.parts[i] = answered.read(in);
+      if (same(now.parts[i], before.parts[i])) now.parts[i] = before.parts[i];
     }
     replace_parts(t, now);
     return false;
@@ -252,6 +297,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
     if (request->reply.empty()) throw_failure({}, request->failure, s.worker);
     throw_remote(request->reply, /*at_call=*/true);
   }
+  const Answered answered{s.worker, seq, first, args};
   auto in = reply_body(request->reply);
   size_t n = in.array();
   TORCH_CHECK(n == info.returns.size() + 1, "dtorch: ", info.name, " came back with ", n, " results");
@@ -261,10 +307,10 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
       in.skip();
       results.push_back(args[static_cast<size_t>(r.arg)]);
     } else if (r.kind == OpInfo::Result::Tensor) {
-      results.emplace_back(read_made(in, s.worker, seq));
+      results.emplace_back(answered.read(in));
     } else if (r.kind == OpInfo::Result::List) {
       std::vector<at::Tensor> list;
-      for (size_t i = in.array(); i-- > 0;) list.push_back(read_made(in, s.worker, seq));
+      for (size_t i = in.array(); i-- > 0;) list.push_back(answered.read(in));
       results.emplace_back(std::move(list));
     } else {
       results.push_back(read_value(in));
@@ -281,7 +327,7 @@ void ask(const OpInfo& info, Scratch& s, torch::jit::Stack* stack, at::ArrayRef<
     else if (v.isTensor()) tensors.push_back(v.toTensor());
     for (size_t k = 0, n_tensors = in.array(); k < n_tensors; ++k) {
       if (in.try_nil()) continue;
-      bool changed = follow(in, info.writes[i], tensors.at(k), s.worker, seq);
+      bool changed = follow(in, info.writes[i], tensors.at(k), answered);
       list_resized = list_resized || (changed && v.isTensorList());
     }
   }
@@ -354,6 +400,7 @@ void check_written(const OpInfo& info, const c10::IValue& v) {
 
 void check_running(Scratch& s) {
   uint32_t generation = Session::get().generation();
+  if (__builtin_expect(!s.refs.empty() && !Session::get().active(), 0)) check_alive(s.refs[0]);  // a child made by fork, say
   for (auto* ctx : s.refs)
     if (__builtin_expect(ctx->generation != generation, 0)) check_alive(ctx);
   if (__builtin_expect(s.worker < 0, 0)) s.worker = worker_of(std::nullopt);

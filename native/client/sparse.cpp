@@ -44,8 +44,19 @@ std::optional<c10::Device> device_of(at::ArrayRef<c10::IValue> args) {
   return device;
 }
 
+void check_alive(at::ArrayRef<c10::IValue> args) {
+  for (const auto& v : args)
+    if (v.isTensor() && is_sparse(v.toTensor()) && is_ours(v.toTensor()))
+      for (const auto& part : take_apart(v.toTensor()).parts)
+        if (is_ours(part)) dtorch::check_alive(ctx_of(part));
+}
+
+// PyTorch would give a compressed tensor the parts of another device's.
+bool of_one_device(const at::Tensor& self, const at::Tensor& from) { return self.device().type() == from.device().type(); }
+
 template <DispatchKey Key>
 void here(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_alive(torch::jit::last(*stack, op.schema().arguments().size()));
   c10::OptionalDeviceGuard guard(device_of(torch::jit::last(*stack, op.schema().arguments().size())));
   op.redispatchBoxed(c10::DispatchKeySet(Key), stack);
 }
@@ -118,6 +129,7 @@ void register_layout() {
     m->impl(full.c_str(), kHere.count(full) ? CppFunction::makeFromBoxedFunction<&here<Eagers>>()
                                             : CppFunction::makeFromBoxedFunction<&there>());
   }
+  if (Ours == DispatchKey::SparseCsrPrivateUse1) m->impl("_has_compatible_shallow_copy_type", TORCH_FN(of_one_device));
   auto* any = new Library(Library::IMPL, "_", Ours, __FILE__, __LINE__);
   any->fallback(CppFunction::makeFromBoxedFunction<&there>());
 }

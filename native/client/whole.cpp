@@ -34,7 +34,7 @@ namespace {
 
 // A plain tensor of ours that autograd, forward-mode AD and Python subclasses have nothing to do with.
 bool plain(const at::Tensor& t) {
-  return is_ours(t) && !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_conj() && !t.is_neg() &&
+  return is_ours(t) && t.layout() == at::kStrided && !t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_conj() && !t.is_neg() &&
          !t._fw_grad(/*level=*/0).defined() && c10::isFloatingType(t.scalar_type());
 }
 

@@ -73,6 +73,17 @@ std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::
   return out;
 }
 
+std::vector<int> tensor_arguments(const c10::FunctionSchema& schema) {
+  std::vector<int> found;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    auto type = schema.arguments()[i].real_type();
+    for (auto kind = type->kind(); kind == c10::TypeKind::OptionalType || kind == c10::TypeKind::ListType; kind = type->kind())
+      type = type->containedType(0);
+    if (type->kind() == c10::TypeKind::TensorType) found.push_back(static_cast<int>(i));
+  }
+  return found;
+}
+
 at::Generator& Generators::get(uint32_t number) {
   auto it = made.find(number);
   if (it != made.end()) return it->second;
@@ -138,10 +149,16 @@ at::Tensor Decoder::sparse(size_t length) {
   // Under names of their own: an operator may change the sizes of what a sparse tensor is made of.
   for (auto& part : s.parts) part = view_of(part, geometry_of(part));
   needs_dispatch_ = true;
+  if (s.same >= 0) {  // in-place operators ask whether two arguments are one
+    TORCH_CHECK(static_cast<size_t>(s.same) < sparse_.size(), "bad sparse argument");
+    return sparse_[static_cast<size_t>(s.same)];
+  }
+  if (on_host()) check_indices(s);
   auto t = put_together(s);
   // Where gradients are enabled the operator's kernel looks whether a tensor wants one (operators.h: reads_grad_mode).
   bool differentiable = c10::isFloatingType(t.scalar_type()) || c10::isComplexType(t.scalar_type());
   if (at::GradMode::is_enabled() && differentiable) t.set_requires_grad(true);
+  sparse_.push_back(t);
   return t;
 }
 

@@ -26,6 +26,9 @@ at::Tensor view_of(const at::Tensor& first, const Geometry& g);
 // The storages that some of an operator's arguments name, by the arguments' places in order; no tensor is touched.
 std::vector<uint64_t> storages_of(const c10::FunctionSchema& schema, const std::vector<int>& arguments, mp::Reader record);
 
+// The places of an operator's arguments that are tensors or lists of them.
+std::vector<int> tensor_arguments(const c10::FunctionSchema& schema);
+
 struct Generators {
   // The generator of a number, of the device that this process computes on; 0 is its default one. Made at its SEED.
   at::Generator& get(uint32_t number);
@@ -57,6 +60,7 @@ class Decoder {
   Store& store_;
   Generators& generators_;
   CausePtr poison_;
+  std::vector<at::Tensor> sparse_;  // the record's, each once
   bool needs_dispatch_ = false;
 };
 

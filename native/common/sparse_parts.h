@@ -14,6 +14,7 @@ struct Sparse {
   c10::Layout layout = at::kSparse;
   Dims sizes;
   bool coalesced = false;                    // COO only
+  int64_t same = -1;                         // on the wire: which of the record's sparse tensors before it is; -1: none
   c10::SmallVector<at::Tensor, 3> parts{};  // COO: indices, values; compressed: compressed indices, plain indices, values
 };
 
@@ -31,6 +32,8 @@ constexpr size_t parts_in(c10::Layout layout) {
 inline bool is_sparse(const at::Tensor& t) { return t.defined() && parts_in(t.layout()) != 0; }
 
 Sparse take_apart(const at::Tensor& t);
+// Throws IndexError where an index points outside the tensor: PyTorch's kernels on the CPU do not look.
+void check_indices(const Sparse& s);
 at::Tensor put_together(const Sparse& s);
 // Gives a sparse tensor of the same layout these parts.
 void replace_parts(const at::Tensor& t, const Sparse& s);

@@ -24,7 +24,8 @@ const std::unordered_map<std::string, std::vector<int>> kSilentWrites = {
 // Pointwise operators that PyTorch does not tag so.
 const std::unordered_set<std::string> kUntagged = {"aten::hardswish",         "aten::hardswish_backward",
                                                    "aten::softplus_backward", "aten::leaky_relu_backward",
-                                                   "aten::elu_backward",      "aten::floor_divide"};
+                                                   "aten::elu_backward",      "aten::floor_divide",
+                                                   "aten::leaky_relu"};
 
 // Pointwise operators without an out= overload whose in-place overload computes the very same. Not all do: mul_.Scalar
 // rounds its number to the tensor's type, mul.Scalar does not.
@@ -138,7 +139,7 @@ c10::IValue owned(const Operator& op, const c10::IValue& v) {
 }  // namespace
 
 void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const at::Tensor* donor,
-                std::vector<at::Tensor>& made, std::vector<Written>* written) {
+                std::vector<at::Tensor>& made, std::vector<c10::IValue>* written) {
   const auto& schema = op.handle.schema();
   size_t n = d.in().array();
   TORCH_CHECK(n == schema.arguments().size(), op.name, " came with ", n, " arguments");
@@ -151,7 +152,7 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const 
   if (__builtin_expect(op.custom, 0))
     for (auto& v : stack) v = renamed(v);
   if (written)
-    for (int i : op.writes) written->emplace_back(stack[static_cast<size_t>(i)]);
+    for (int i : op.writes) written->push_back(stack[static_cast<size_t>(i)]);
   if (donor && sole(*donor) && !d.needs_dispatch()) {
     if (op.donation == Operator::Donation::Out) stack.emplace_back(*donor);
     op.twin->callBoxed(stack);

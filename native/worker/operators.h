@@ -35,20 +35,11 @@ struct Operator {
 
 Operator::Unboxed find_unboxed(const std::string& name, const std::string& overload);
 
-// An argument that an operator writes, and what it was made of before the call where it is sparse.
-struct Written {
-  explicit Written(const c10::IValue& v) : value(v) {
-    if (v.isTensor() && is_sparse(v.toTensor())) parts = take_apart(v.toTensor()).parts;
-  }
-  c10::IValue value;
-  decltype(Sparse::parts) parts;
-};
-
 // Decodes the arguments and calls the operator boxed. `made` gets the new tensors in order; `stack` holds all results.
 // A poisoned argument leaves both empty (see Decoder::poison). `donor` as for Operator::Unboxed.
 // `written`, when given, gets the arguments the operator writes, as they are after the call.
 void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const at::Tensor* donor,
-                std::vector<at::Tensor>& made, std::vector<Written>* written = nullptr);
+                std::vector<at::Tensor>& made, std::vector<c10::IValue>* written = nullptr);
 
 // Whether only the store holds the tensor's storage: no view of it is among the decoded arguments, no reader has it.
 inline bool sole(const at::Tensor& t) { return t.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1; }

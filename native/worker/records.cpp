@@ -367,7 +367,11 @@ void Executor::ask(mp::Reader& in) {
   CausePtr cause;
   torch::jit::Stack stack;
   std::vector<at::Tensor> fresh;
-  std::vector<Written> written;
+  std::vector<c10::IValue> written;
+  // Of sparse results and of sparse arguments that were written: what they are made of, and the storages among the arguments
+  // that this may be, which keep their numbers.
+  std::unordered_map<const at::TensorImpl*, Sparse> apart;
+  std::unordered_map<const c10::StorageImpl*, uint64_t> storages;
   Operator* op = number < operators_.size() ? operators_[number].get() : nullptr;
   try {
     Decoder d(in, store_, generators_);
@@ -386,9 +390,24 @@ void Executor::ask(mp::Reader& in) {
   uint64_t next = in.uint();
   if (!cause) {
     try {
-      for (const auto& t : fresh) {
-        if (!is_sparse(t)) require_plain(*op, t);
-        else for (const auto& part : take_apart(t).parts) require_plain(*op, part);
+      auto take = [&](const at::Tensor& t) {
+        if (!is_sparse(t) || apart.count(t.unsafeGetTensorImpl())) return;
+        if (storages.empty())
+          for (uint64_t id : storages_of(op->handle.schema(), tensor_arguments(op->handle.schema()), args))
+            storages.emplace(store_.at(id).first.storage().unsafeGetStorageImpl(), id);
+        auto& s = apart[t.unsafeGetTensorImpl()] = take_apart(t);
+        for (auto& part : s.parts) {
+          require_plain(*op, part);
+          auto* storage = part.storage().unsafeGetStorageImpl();
+          // Two parts of one new storage, or a part that something else has too, would be one storage under two numbers.
+          if (!storages.count(storage) && (!sole(part) || part.use_count() > 2)) part = part.clone();
+        }
+      };
+      for (const auto& t : fresh) is_sparse(t) ? take(t) : require_plain(*op, t);
+      for (const auto& v : written) {
+        if (v.isTensor()) take(v.toTensor());
+        if (v.isTensorList())
+          for (const auto& t : v.toTensorVector()) take(t);
       }
     } catch (...) {
       cause = cause_of("call", op->name, describe_arguments(*op, args, store_), site);
@@ -409,19 +428,24 @@ void Executor::ask(mp::Reader& in) {
     dtorch::put_geometry(b, g.dtype, g.sizes, g.strides, g.offset, g.flags);
     made(next++, g.offset || g.flags ? view_of(t, first_of(g)) : t, site);
   };
-  // Its parts that are not what they were. A part that something else has too, besides the sparse tensor and `s`, is copied.
-  auto give_sparse = [&](const at::Tensor& t, at::ArrayRef<at::Tensor> before) {
-    auto s = take_apart(t);
+  auto give_sparse = [&](const at::Tensor& t) {
+    const auto& s = apart.at(t.unsafeGetTensorImpl());
     put_sparse_head(b, s);
-    for (size_t i = 0; i < s.parts.size(); ++i) {
-      const auto& part = s.parts[i];
-      if (i < before.size() && part.is_same(before[i])) mp::put_nil(b);
-      else give_dense(sole(part) && part.use_count() == 2 ? part : part.clone());
+    for (const auto& part : s.parts) {
+      auto of_argument = storages.find(part.storage().unsafeGetStorageImpl());
+      if (of_argument == storages.end()) {
+        give_dense(part);
+        continue;
+      }
+      auto g = geometry_of(part);
+      mp::put_array(b, 2);
+      mp::put_uint(b, of_argument->second);
+      dtorch::put_geometry(b, g.dtype, g.sizes, g.strides, g.offset, g.flags);
     }
   };
   auto give = [&](const at::Tensor& t) {
     if (!t.defined()) mp::put_nil(b);
-    else is_sparse(t) ? give_sparse(t, {}) : give_dense(t);
+    else is_sparse(t) ? give_sparse(t) : give_dense(t);
   };
   for (size_t i = 0; i < stack.size(); ++i) {
     const auto& v = stack[i];
@@ -452,14 +476,14 @@ void Executor::ask(mp::Reader& in) {
   }
   // Where the operator resized what it was given to write, the client must follow.
   mp::put_array(b, written.size());
-  for (const auto& [v, parts] : written) {
+  for (const auto& v : written) {
     std::vector<at::Tensor> tensors;
     if (v.isTensorList()) tensors = v.toTensorVector();
     else if (v.isTensor()) tensors.push_back(v.toTensor());
     mp::put_array(b, tensors.size());
     for (const auto& t : tensors) {
       if (!t.defined()) mp::put_nil(b);
-      else if (is_sparse(t)) give_sparse(t, parts);
+      else if (is_sparse(t)) give_sparse(t);
       else put_geometry(b, t);
     }
   }
