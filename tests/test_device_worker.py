@@ -1,0 +1,511 @@
+"""A worker on an accelerator (the test's own, ``accelerator/``): eager's bits, and that nothing is early, late or lost.
+
+EXE-6 and EXE-7 are invariants of ``native/worker/executor.h``, STG-1 is of ``native/worker/staging.h``, SHM-2 of
+``native/common/segment.h``. Streams are held where a test wants to see what happens meanwhile; what it waits for are
+numbers that count up on the board.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerator import BOARD, LIBRARY, TESTS, Board, Worker, build
+from mistakes import computed
+from same import Device, Program, named, same
+from torch import nn
+
+import dtorch
+from dtorch.client import engine as client_engine
+
+if TYPE_CHECKING:
+    from dtorch.client.engine import Engine
+
+#: Seconds to wait for what is bound to happen.
+PATIENCE = 30
+#: What a value needs to be lent instead of sent.
+LARGE = 100_000
+
+_PROGRAM = (
+    "import sys; from dtorch.controller.process import main; from dtorch.controller.workers import WorkerCode; "
+    "main(sys.argv[1:], WorkerCode('accelerator.worker', 'accelerator.worker'))"
+)
+_engine: Engine | None = None
+
+
+@pytest.fixture(scope="module")
+def _board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
+    library = build()
+    board = Board(tmp_path_factory.mktemp("accelerator") / "board")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BOARD, str(board.path))
+        patch.setenv(LIBRARY, str(library))
+        patch.setenv("PYTHONPATH", f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.setattr(client_engine, "CONTROLLER", ["-c", _PROGRAM])
+        yield board
+        dtorch.shutdown()
+
+
+@pytest.fixture
+def accelerator(_board: Board) -> Iterator[Board]:
+    """Two workers on accelerators of their own, shared by the tests until one hurts them."""
+    global _engine
+    _board.reset()
+    running = client_engine.current()
+    if running is None or running is not _engine or running.is_over or running.dead_workers:
+        dtorch.shutdown()
+        dtorch.init(workers=2, device="cpu", threads_per_worker=1)
+        running = _engine = client_engine.current()
+        assert running is not None and running.wait_for_workers(60)
+    dtorch.synchronize(0)
+    dtorch.synchronize(1)
+    yield _board
+    _board.reset()
+
+
+def kill(worker: int) -> None:
+    assert _engine is not None
+    os.kill(_engine.pids()[f"worker-{worker}"], signal.SIGKILL)
+
+
+def until(true: Callable[[], bool]) -> None:
+    assert processes.wait_until(true, PATIENCE)
+
+
+def launched(worker: Worker, since: int, kernels: int) -> None:
+    """Wait until so many kernels were launched since the count stood at ``since``."""
+    until(lambda: worker.kernels >= since + kernels)
+
+
+def settled(worker: int = 0) -> None:
+    """The worker has done everything, and has noticed."""
+    dtorch.synchronize(worker)
+    until(lambda: dtorch.worker_stats(worker)["loans"] == 0)
+
+
+class Background:
+    """A call in a thread of its own, whose end a test asks for."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self._result = call()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(PATIENCE)
+        assert self.over, "it still waits"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+# -- eager's bits
+
+
+def _training(on: Device) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 10)).to(on.name)
+    step = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(4)  # the model was made with the CPU's generator
+    losses = []
+    for _ in range(3):
+        step.zero_grad()
+        loss = F.cross_entropy(model(on(16, 40)), on.indices(10, 16))
+        loss.backward()
+        step.step()
+        losses.append(loss.detach())
+    return [losses, [p.detach() for p in model.parameters()]]
+
+
+def _random(on: Device) -> Any:
+    torch.manual_seed(11)
+    own = torch.Generator(device=on.name).manual_seed(5)
+    drawn = [torch.rand(20, device=on.name), torch.randn(7, 3, device=on.name, generator=own)]
+    state = own.get_state()
+    drawn += [torch.randperm(30, device=on.name), torch.rand(4, device=on.name, generator=own)]
+    own.set_state(state)
+    return [*drawn, torch.rand(4, device=on.name, generator=own)]
+
+
+def _resized(on: Device) -> Any:
+    x = on(6)
+    x.resize_(2, 50)
+    x[:, 3:].zero_()
+    y = x.clone().resize_(4)
+    return [x[:, 3:], y[:3], torch.empty(0, device=on.name).resize_(3).zero_()]
+
+
+def _sparse(on: Device) -> Any:
+    dense = on(30, 20).relu()
+    coo = torch.sparse_coo_tensor(on.indices(5, 2, 9), on(9), (5, 5)).coalesce()
+    return [dense.to_sparse(), dense.to_sparse_csr(), coo, torch.sparse.mm(coo, on(5, 3)), coo.to_dense()]
+
+
+@named(
+    training=_training,
+    random=_random,
+    resize=_resized,
+    sparse=_sparse,
+    views=lambda on: [on(8, 9).t()[2:, ::2], on(4, 6).view(3, 8)[1], on(2, 3, 4).permute(2, 0, 1).contiguous()],
+    in_place=lambda on: on(30, 10)[3:].mul_(2).add_(on(10)).clamp_(min=0).t(),
+    cat=lambda on: torch.cat([on(3, 5), on(4, 5)]).flip(0),
+    indexing=lambda on: [on(9, 5)[on.indices(9, 20)], on(50)[on(50) > 0], on(50).relu().nonzero()],
+    written=lambda on: on(9, 5).index_put_((on.indices(9, 4),), on(4, 5), accumulate=True),
+    large=lambda on: on(300, 400).mm(on(400, 200)).softmax(-1),
+    half=lambda on: on(64, dtype=torch.bfloat16).exp() + on(64, dtype=torch.float16),
+    conjugate=lambda on: [on(7, dtype=torch.complex64).conj(), on(7, dtype=torch.complex64).conj().imag, on(9)._neg_view()],
+    conjugate_written=lambda on: on(7, dtype=torch.complex64).conj().mul_(2j),
+    empty=lambda on: [on(0, 4) + 1, on(3, 0).sum(1), torch.cat([on(0, 4), on(2, 4)]), torch.empty(0, device=on.name)],
+    scalars=lambda on: [on(5) * torch.tensor(2.0), on(5).sum() + 1, torch.full((), 3, device=on.name)],
+    lists=lambda on: [torch._foreach_add([on(3), on(4)], 1.0), list(on(10).split(3)), list(on(20).sort())],
+    out=lambda on: torch.mm(on(3, 4), on(4, 5), out=on(3, 5)),
+    out_resized=lambda on: torch.add(on(3, 4), 1, out=on(0)),
+    batch_norm=lambda on: F.batch_norm(on(6, 5), on(5), on(5).abs(), training=True),
+)
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:An output with")
+def test_a_program_gives_eagers_bits(accelerator: Board, program: Program) -> None:
+    torch.set_num_threads(1)
+    same(program, "dtorch:0")
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000, LARGE])
+def test_a_value_goes_up_and_comes_back(accelerator: Board, n: int) -> None:
+    x = torch.randn(n)
+    assert torch.equal(x.to("dtorch:0").cpu(), x)
+    assert torch.equal((x.to("dtorch:0") * 2).cpu(), x * 2)
+
+
+@named(
+    transposed=lambda x: x.t(),
+    strided=lambda x: x[3:, 1::2],
+    row=lambda x: x[2],
+    conjugate=lambda x: x.conj(),
+    negative=lambda x: x.conj().imag,
+    broadcast=lambda x: x[:, :1].expand(-1, 50),
+    empty=lambda x: x[:, 3:3],
+)
+@pytest.mark.parametrize("shape", [(20, 30), (300, 400)])
+def test_a_view_is_fetched_as_it_is(accelerator: Board, shape: tuple[int, int], program: Callable[..., Any]) -> None:
+    x = torch.randn(shape, dtype=torch.complex64)
+    assert torch.equal(program(x.to("dtorch:0")).cpu(), program(x))
+
+
+def test_uploads_from_pinned_memory_and_files(accelerator: Board, tmp_path: Path) -> None:
+    import json
+    import struct
+
+    x = torch.randn(LARGE)
+    pinned = x.pin_memory()
+    assert torch.equal(pinned.to("dtorch:0", non_blocking=True).cpu(), x)
+    assert torch.equal(x.to("dtorch:0", non_blocking=True).cpu(), x)
+    header = json.dumps({"x": {"dtype": "F32", "shape": [LARGE], "data_offsets": [0, 4 * LARGE]}}).encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + x.numpy().tobytes())
+    assert torch.equal(dtorch.load_file(file, "dtorch:1")["x"].cpu(), x)
+
+
+def test_an_upload_is_a_snapshot_though_it_happens_later(accelerator: Board) -> None:
+    with accelerator[0].held("compute"):
+        x = torch.zeros(LARGE)
+        before = accelerator[0].uploaded
+        there = x.to("dtorch:0")
+        small = x[:10].to("dtorch:0")
+        x.fill_(7)
+        dtorch.client_stats()
+        until(lambda: accelerator[0].uploaded >= before + 2)
+    assert not there.any().item() and not small.any().item()
+
+
+def test_items_and_decisions(accelerator: Board) -> None:
+    x = computed([3.0, 4.0], "dtorch:0")
+    assert (x.sum().item(), bool((x > 3.5).any()), x.tolist()) == (7.0, True, [3.0, 4.0])
+    assert len(x.nonzero()) == 2
+
+
+def test_custom_operators_run_on_the_accelerator(accelerator: Board) -> None:
+    ops = dtorch.import_on_workers("custom_operators")
+    x, y = torch.randn(5, 6), torch.randn(5, 6)
+    got = ops.mul_add(x.to("dtorch:0"), y.to("dtorch:0"), 3.0)
+    assert torch.equal(got.cpu(), ops.mul_add(x, y, 3.0))
+
+
+# -- nothing is early, and nobody waits for the device
+
+
+def test_exe6_a_fetch_is_answered_when_the_device_is_done(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+    device = accelerator[0]
+    before = device.kernels
+    with device.held("compute"):
+        y = x * 3
+        fetch = Background(lambda: y.cpu())
+        item = Background(lambda: y[0].item())
+        launched(device, before, 1)
+        for _ in range(20):
+            x = x + 1
+        launched(device, before, 20)  # they are launched behind it all the same
+        assert not fetch.over and not item.over
+        fetched = device.fetched
+    assert bool((fetch.result() == 3).all()) and item.result() == 3
+    assert device.fetched > fetched
+    assert x[0].item() == 21
+
+
+def test_exe6_a_fetch_waits_for_its_own_stream_too(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+    with accelerator[0].held("fetch"):
+        fetch = Background(lambda: x.cpu())
+        dtorch.synchronize(0)  # the compute stream is done
+        assert not fetch.over
+    assert bool((fetch.result() == 1).all())
+
+
+@pytest.mark.parametrize("n", [3, LARGE])
+def test_exe6_what_is_written_while_it_is_fetched_is_fetched_as_it_was(accelerator: Board, n: int) -> None:
+    device = accelerator[0]
+    x = torch.ones(n, device="dtorch:0")
+    dtorch.synchronize(0)
+    before = device.kernels
+    with device.held("fetch"):
+        future = dtorch.TensorFuture if False else None
+        fetch = Background(lambda: x.cpu())
+        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        x.mul_(5)
+        view = x[1:]
+        view.add_(1)
+        torch.zeros(n, device="dtorch:0")  # takes memory that is free, should there be some
+        dtorch.synchronize(0)
+        launched(device, before, 3)
+        assert not fetch.over and future is None
+    assert bool((fetch.result() == 1).all())
+    assert x.cpu()[:2].tolist() == [5.0, 6.0]
+
+
+def test_exe6_a_tensor_dropped_while_it_is_fetched_is_fetched(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+    allocated = dtorch.worker_stats(0)["allocated"]
+    with accelerator[0].held("fetch"):
+        fetch = Background(lambda y=x * 7: y.cpu())
+        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        again = [torch.zeros(LARGE, device="dtorch:0") for _ in range(5)]
+        dtorch.synchronize(0)
+    assert bool((fetch.result() == 7).all())
+    del again, fetch
+    settled()
+    assert dtorch.worker_stats(0)["allocated"] == allocated
+
+
+def test_exe6_synchronize_waits_for_the_compute_stream(accelerator: Board) -> None:
+    device = accelerator[0]
+    before = device.kernels
+    with device.held("compute"):
+        x = torch.ones(5, device="dtorch:0") + 1
+        sync = Background(lambda: dtorch.synchronize(0))
+        launched(device, before, 2)
+        torch.ones(5, device="dtorch:1").cpu()  # another worker's device is another one
+        assert not sync.over
+    sync.result()
+    assert x[0].item() == 2
+
+
+def test_exe6_an_event_has_happened_when_the_device_came_there(accelerator: Board) -> None:
+    device = accelerator[0]
+    stream = torch.Stream(device="dtorch:0")
+    before = device.kernels
+    with device.held("compute"):
+        torch.ones(5, device="dtorch:0")
+        event = stream.record_event()
+        launched(device, before, 1)
+        assert not event.query()
+    event.synchronize()
+    assert event.query()
+
+
+def test_exe6_the_worker_never_waits_for_its_device(accelerator: Board) -> None:
+    device = accelerator[0]
+    x = torch.randn(LARGE)
+    dtorch.synchronize(0)
+    before = device.waits
+    there = x.to("dtorch:0")
+    pinned = x.pin_memory().to("dtorch:0", non_blocking=True)
+    for _ in range(3):
+        there = there * 2 + pinned
+        assert there.cpu().shape == (LARGE,)
+        assert there[:3].cpu().shape == (3,)
+    there.to("dtorch:1").cpu()
+    dtorch.synchronize(0)
+    assert device.waits == before
+
+
+def test_exe6_an_upload_stays_until_the_device_has_read_it(accelerator: Board) -> None:
+    device = accelerator[0]
+    values = [torch.full((LARGE,), float(i)) for i in range(6)]
+    before = device.uploaded
+    with device.held("compute"):
+        there = [v.to("dtorch:0") for v in values]
+        small = [v[:100].to("dtorch:0") for v in values]
+        sync = Background(lambda: dtorch.synchronize(0))
+        until(lambda: device.uploaded >= before + 12)
+        assert not sync.over
+    for i, (t, s) in enumerate(zip(there, small, strict=True)):
+        assert bool((t.cpu() == i).all()) and bool((s.cpu() == i).all())
+
+
+def test_exe6_many_fetches_end_in_any_order_of_streams(accelerator: Board) -> None:
+    device = accelerator[0]
+    with device.held("fetch"):
+        x = torch.arange(1000, dtype=torch.float32, device="dtorch:0") * 1
+        fetches = [Background(lambda y=x + i: y.cpu()) for i in range(20)]
+        dtorch.synchronize(0)
+        y = torch.randn(200).to("dtorch:0")  # its pending end comes behind those of the fetches
+        dtorch.synchronize(0)
+        assert not any(f.over for f in fetches)
+    for i, fetch in enumerate(fetches):
+        assert fetch.result()[0].item() == i
+    assert y.cpu().shape == (200,)
+
+
+def test_exe6_a_future_is_done_when_its_value_is_there(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+
+    async def value() -> torch.Tensor:
+        return await x.cpu_async() if hasattr(x, "cpu_async") else await x
+
+    assert bool((asyncio.run(value()) == 1).all())
+
+
+# -- memory
+
+
+def test_memory_statistics_are_the_devices(accelerator: Board) -> None:
+    dtorch.empty_cache()
+    settled()
+    base = dtorch.memory_allocated(0)
+    x = torch.empty(1 << 20, device="dtorch:0")
+    assert dtorch.memory_allocated(0) == base + (4 << 20)
+    dtorch.reset_peak_memory_stats(0)
+    y = x + 1
+    dtorch.synchronize(0)
+    del y
+    assert dtorch.memory_allocated(0) == base + (4 << 20)
+    assert dtorch.max_memory_allocated(0) >= base + (8 << 20)
+    reserved = dtorch.memory_reserved(0)
+    assert reserved >= 8 << 20
+    del x
+    dtorch.synchronize(0)
+    dtorch.empty_cache()
+    assert dtorch.memory_reserved(0) <= reserved - (8 << 20)
+
+
+def _staged(worker: int = 0) -> int:
+    return dtorch.worker_stats(worker)["staged"]
+
+
+def test_stg1_a_staging_buffer_is_used_again(accelerator: Board) -> None:
+    settled()
+    dtorch.empty_cache()
+    assert _staged() == 0
+    x = torch.ones(LARGE, device="dtorch:0")
+    values = []
+    for i in range(5):
+        values.append((x * i).cpu())
+    assert _staged() == 5 * (512 << 10)  # each is the client's, as long as that has the tensor
+    del values
+    settled()
+    for i in range(5):
+        assert bool(((x * i).cpu() == i).all())
+        settled()
+    assert _staged() == 5 * (512 << 10)
+    assert accelerator[0].locked == 5
+    dtorch.empty_cache()
+    assert _staged() == 0
+    assert accelerator[0].locked == 0
+
+
+def test_stg1_a_value_is_the_clients_while_it_has_it(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+    values = [(x * i).cpu() for i in range(8)]
+    for i in range(8):
+        (x * -i).cpu()
+    for i, value in enumerate(values):
+        assert bool((value == i).all())
+
+
+def test_no_staging_memory_is_left_with_the_client(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0").cpu()
+    assert _mappings("dtorch-staging")
+    del x
+    assert not _mappings("dtorch-staging")
+
+
+def _mappings(name: str) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+
+
+def test_out_of_memory_fails_that_value_alone(accelerator: Board) -> None:
+    device = accelerator[0]
+    x = torch.ones(LARGE, device="dtorch:0")
+    settled()
+    device.limit = dtorch.memory_allocated(0) + (1 << 20)
+    large = torch.ones(1 << 20, device="dtorch:0")
+    after = large + 1
+    good = x + 1
+    assert bool((good.cpu() == 2).all())
+    for value in (large, after):
+        with pytest.raises(dtorch.OutOfMemoryError, match="accelerator out of memory"):
+            value.cpu()
+    up = torch.ones(1 << 20).to("dtorch:0")
+    with pytest.raises(dtorch.OutOfMemoryError, match="accelerator out of memory"):
+        up.cpu()
+    device.limit = 0
+    assert torch.ones(1 << 20, device="dtorch:0").sum().item() == 1 << 20
+
+
+@pytest.mark.parametrize("how", ["operator", "upload", "allocation", "copy"])
+def test_memory_that_a_fetch_holds_is_waited_for(accelerator: Board, how: str) -> None:
+    """The release of what is fetched has come; its memory comes back when the fetch is over."""
+    device = accelerator[0]
+    settled()
+    there = torch.ones(1 << 20, device="dtorch:1")
+    device.limit = dtorch.memory_allocated(0) + (6 << 20)
+    x = torch.ones(1 << 20, device="dtorch:0")
+    dtorch.synchronize(0)
+    device.hold_fetch = 1
+    fetch = Background(lambda: x.cpu())
+    until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+    fetching = device.fetched
+    del x
+    if how == "operator":
+        y = torch.ones(1 << 20, device="dtorch:0")
+    elif how == "upload":
+        y = torch.ones(1 << 20).to("dtorch:0")
+    elif how == "allocation":
+        y = torch.empty(1 << 20, device="dtorch:0").fill_(1)
+    else:
+        y = there.to("dtorch:0")
+    value = Background(lambda: y.sum().item())
+    device.hold_fetch = 0
+    until(lambda: device.fetched > fetching)
+    assert fetch.result() is not None
+    assert value.result() == 1 << 20
