@@ -8,6 +8,7 @@ numbers that count up on the board.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -67,9 +68,12 @@ def accelerator(_board: Board) -> Iterator[Board]:
         dtorch.init(workers=2, device="cpu", threads_per_worker=1)
         running = _engine = client_engine.current()
         assert running is not None and running.wait_for_workers(60)
-    dtorch.synchronize(0)
-    dtorch.synchronize(1)
+    for worker in range(2):
+        with contextlib.suppress(dtorch.RemoteError):  # of the test before
+            dtorch.synchronize(worker)
     yield _board
+    if any(worker.fail == 1 for worker in _board.workers):
+        dtorch.shutdown()
     _board.reset()
 
 
@@ -118,6 +122,25 @@ class Background:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def begun(call: Callable[[], Any], worker: int = 0) -> Background:
+    """Make a call that issues one record; returns when the worker has executed that, be its answer out or not."""
+    issued = dtorch.progress()[worker][0]
+    background = Background(call)
+    until(lambda: dtorch.progress()[worker][0] > issued)
+    dtorch.worker_stats(worker)
+    return background
+
+
+def worker_died(worker: int) -> None:
+    until(lambda: worker in _current().dead_workers)
+
+
+def _current() -> Engine:
+    running = client_engine.current()
+    assert running is not None
+    return running
 
 
 # -- eager's bits
@@ -288,7 +311,6 @@ def test_exe6_what_is_written_while_it_is_fetched_is_fetched_as_it_was(accelerat
     dtorch.synchronize(0)
     before = device.kernels
     with device.held("fetch"):
-        future = dtorch.TensorFuture if False else None
         fetch = Background(lambda: x.cpu())
         until(lambda: dtorch.worker_stats(0)["loans"] == 1)
         x.mul_(5)
@@ -297,7 +319,7 @@ def test_exe6_what_is_written_while_it_is_fetched_is_fetched_as_it_was(accelerat
         torch.zeros(n, device="dtorch:0")  # takes memory that is free, should there be some
         dtorch.synchronize(0)
         launched(device, before, 3)
-        assert not fetch.over and future is None
+        assert not fetch.over
     assert bool((fetch.result() == 1).all())
     assert x.cpu()[:2].tolist() == [5.0, 6.0]
 
@@ -390,7 +412,7 @@ def test_exe6_a_future_is_done_when_its_value_is_there(accelerator: Board) -> No
     x = torch.ones(LARGE, device="dtorch:0")
 
     async def value() -> torch.Tensor:
-        return await x.cpu_async() if hasattr(x, "cpu_async") else await x
+        return await x
 
     assert bool((asyncio.run(value()) == 1).all())
 
@@ -402,7 +424,7 @@ def test_memory_statistics_are_the_devices(accelerator: Board) -> None:
     dtorch.empty_cache()
     settled()
     base = dtorch.memory_allocated(0)
-    x = torch.empty(1 << 20, device="dtorch:0")
+    x = torch.empty(1 << 20, device="dtorch:0").fill_(0)
     assert dtorch.memory_allocated(0) == base + (4 << 20)
     dtorch.reset_peak_memory_stats(0)
     y = x + 1
@@ -509,3 +531,242 @@ def test_memory_that_a_fetch_holds_is_waited_for(accelerator: Board, how: str) -
     until(lambda: device.fetched > fetching)
     assert fetch.result() is not None
     assert value.result() == 1 << 20
+
+
+def test_out_of_memory_waits_for_a_release_under_way(accelerator: Board) -> None:
+    device = accelerator[0]
+    settled()
+    device.limit = dtorch.memory_allocated(0) + (9 << 20)
+    x = torch.ones(1 << 20, device="dtorch:0")
+    for _ in range(20):
+        x = x + 1  # needs the memory that x before it had
+    assert x[0].item() == 21
+
+
+# -- copies between workers
+
+
+@pytest.fixture(params=["host", "lent"])
+def way(request: pytest.FixtureRequest, accelerator: Board) -> str:
+    """How copies go: through host memory, or lent where they lie."""
+    for worker in range(2):
+        accelerator[worker].lends = int(request.param == "lent")
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("n", [0, 3, LARGE])
+def test_a_copy_between_workers_is_the_same(accelerator: Board, way: str, n: int) -> None:
+    x = torch.randn(n, 2)
+    a = x.to("dtorch:0") * 2
+    lent = accelerator[0].lent
+    b = a.to("dtorch:1")
+    back = (b + 1).to("dtorch:0")
+    assert torch.equal(b.cpu(), x * 2) and torch.equal(back.cpu(), x * 2 + 1)
+    assert torch.equal(a.t().to("dtorch:1").cpu(), (x * 2).t())
+    assert (accelerator[0].lent > lent) == (way == "lent" and n == LARGE)
+
+
+@pytest.mark.usefixtures("way")
+def test_exe6_what_is_written_while_it_is_sent_is_sent_as_it_was(accelerator: Board) -> None:
+    a = torch.ones(LARGE, device="dtorch:0") * 2
+    settled(0)
+    stream = "compute" if accelerator[0].lends else "fetch"
+    with accelerator[1].held("compute"), accelerator[0].held(stream):
+        b = a.to("dtorch:1")
+        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        a.mul_(7)
+        before = accelerator[0].kernels
+        torch.zeros(LARGE, device="dtorch:0").add_(1)
+        launched(accelerator[0], before, 2)
+    assert bool((b.cpu() == 2).all()) and bool((a.cpu() == 14).all())
+    settled(0)
+
+
+@pytest.mark.usefixtures("way")
+def test_exe6_a_copy_comes_behind_what_made_it(accelerator: Board) -> None:
+    settled(0)
+    before = accelerator[0].kernels
+    with accelerator[0].held("compute"):
+        a = torch.ones(LARGE, device="dtorch:0") * 2
+        b = a.to("dtorch:1") + 1
+        value = Background(lambda: b.cpu())
+        launched(accelerator[0], before, 2)
+        assert not value.over
+    assert bool((value.result() == 3).all())
+
+
+def test_a_sender_that_dies_is_named(accelerator: Board) -> None:
+    a = torch.ones(LARGE, device="dtorch:0")
+    settled(0)
+    with accelerator[0].held("fetch"):
+        b = (a * 2).to("dtorch:1")
+        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        kill(0)
+        with pytest.raises(dtorch.RemoteError, match="WorkerDied: killed by SIGKILL"):
+            b.cpu()
+    assert torch.ones(3, device="dtorch:1").sum().item() == 3
+
+
+def test_a_copy_from_a_sender_that_dies_comes_to_an_end(accelerator: Board) -> None:
+    accelerator[0].lends = 1
+    a = torch.ones(LARGE, device="dtorch:0")
+    settled(0)
+    with accelerator[1].held("compute"):
+        taken = accelerator[1].taken
+        b = (a * 2).to("dtorch:1")
+        until(lambda: accelerator[1].taken > taken)
+        kill(0)
+        worker_died(0)
+    assert b.cpu().shape == (LARGE,)
+    assert torch.ones(3, device="dtorch:1").sum().item() == 3
+
+
+def test_a_copy_of_a_dead_workers_memory_names_it(accelerator: Board) -> None:
+    """It was lent, and the receiver comes to it only after the owner's death."""
+    accelerator[0].lends = 1
+    a = torch.ones(LARGE, device="dtorch:0")
+    settled(0)
+    os.kill(_current().pids()["worker-1"], signal.SIGSTOP)
+    lent = accelerator[0].lent
+    b = (a * 2).to("dtorch:1")
+    until(lambda: accelerator[0].lent > lent)
+    kill(0)
+    worker_died(0)
+    os.kill(_current().pids()["worker-1"], signal.SIGCONT)
+    with pytest.raises(dtorch.RemoteError, match="WorkerDied: killed by SIGKILL"):
+        b.cpu()
+    assert torch.ones(3, device="dtorch:1").sum().item() == 3
+
+
+@pytest.mark.usefixtures("way")
+def test_a_receiver_that_dies_gives_the_memory_back(accelerator: Board) -> None:
+    a = torch.ones(LARGE, device="dtorch:0")
+    settled(0)
+    with accelerator[1].held("compute"):
+        b = a.to("dtorch:1")
+        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        kill(1)
+        settled(0)
+    with pytest.raises(dtorch.WorkerDied):
+        b.cpu()
+    assert a[0].item() == 1
+
+
+# -- a device that fails
+
+
+def test_exe7_a_lost_device_fails_what_follows_with_its_cause(accelerator: Board) -> None:
+    device = accelerator[0]
+    x = torch.ones(LARGE, device="dtorch:0")
+    y = torch.ones(3, device="dtorch:1")
+    dtorch.synchronize(0)
+    device.fail = 1
+    with pytest.raises(dtorch.RemoteError, match=r"device-side assert triggered[\s\S]*This worker cannot go on and ends"):
+        (x + 1).cpu()
+    worker_died(0)
+    with pytest.raises(dtorch.WorkerDied):
+        x.cpu()
+    assert y.sum().item() == 3
+
+
+@pytest.mark.parametrize("what", ["fetch", "sync", "item", "event"])
+def test_exe7_what_is_under_way_fails_with_the_cause(accelerator: Board, what: str) -> None:
+    device = accelerator[0]
+    x = torch.ones(LARGE, device="dtorch:0")
+    dtorch.synchronize(0)
+    with device.held("compute", "fetch"):
+        y = x + 1
+        if what == "event":
+            event = torch.Stream(device="dtorch:0").record_event()
+            calls = [begun(lambda: y.cpu()), Background(event.synchronize)]
+        else:
+            call = {"fetch": lambda: y.cpu(), "sync": lambda: dtorch.synchronize(0), "item": lambda: y[0].item()}[what]
+            calls = [begun(call), begun(lambda: y.cpu())]
+        device.fail = 1
+        for c in calls:
+            with pytest.raises(dtorch.RemoteError, match="device-side assert triggered"):
+                c.result()
+    worker_died(0)
+
+
+def test_exe7_what_asks_for_no_work_is_told_too(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+    dtorch.synchronize(0)
+    accelerator[0].fail = 1
+    y = x + 1
+    with pytest.raises(dtorch.RemoteError, match="device-side assert triggered"):
+        dtorch.worker_stats(0)
+    worker_died(0)
+    del y
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_exe7_another_worker_that_waits_for_the_lost_one_hears_why(accelerator: Board, when: str) -> None:
+    device = accelerator[0]
+    x = torch.ones(LARGE, device="dtorch:0")
+    dtorch.synchronize(0)
+    if when == "behind":  # the copy is under way
+        with device.held("fetch"):
+            before = device.kernels
+            b = (x + 1).to("dtorch:1")
+            launched(device, before, 1)
+            if not device.lends:
+                until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+            device.fail = 1
+    else:
+        device.fail = 1
+        b = (x + 1).to("dtorch:1")
+    if device.lends and when == "behind":
+        return  # its data was there already
+    with pytest.raises(dtorch.RemoteError, match="device-side assert triggered"):
+        b.cpu()
+    assert torch.ones(3, device="dtorch:1").sum().item() == 3
+
+
+def test_exe7_a_lost_receiver_does_not_wait_for_ever(accelerator: Board) -> None:
+    """It is told of its loss while it waits for another worker, which waits for the test."""
+    x = torch.ones(LARGE, device="dtorch:1")
+    y = torch.ones(LARGE, device="dtorch:0")
+    dtorch.synchronize(0)
+    dtorch.synchronize(1)
+    with accelerator[0].held("fetch"), accelerator[1].held("compute"):
+        fetch = Background(lambda: y.cpu())
+        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        b = (x + 1).to("dtorch:0")
+        accelerator[0].fail = 1
+        with pytest.raises(dtorch.RemoteError, match="device-side assert triggered"):
+            fetch.result()
+        worker_died(0)
+    del b
+
+
+def test_an_error_after_which_the_device_works_is_the_operators_own(accelerator: Board) -> None:
+    device = accelerator[0]
+    x = torch.ones(3, device="dtorch:0")
+    dtorch.synchronize(0)
+    device.fail = 2
+    y = x + 1
+    with pytest.raises(dtorch.RemoteError, match="device-side assert"):
+        y.cpu()
+    assert (x + 2).tolist() == [3.0, 3.0, 3.0]
+
+
+# -- the end
+
+
+@pytest.mark.parametrize("held", ["compute", "fetch"])
+def test_shutdown_while_the_device_works_leaves_nothing(accelerator: Board, held: str) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+    with accelerator[0].held(held):
+        fetch = Background(lambda: (x * 2).cpu())
+        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        up = torch.ones(LARGE).to("dtorch:0")
+        pids = set(_current().pids().values())
+        dtorch.shutdown()
+        assert not processes.wait_gone(pids, 2)
+    with pytest.raises(dtorch.EngineError):
+        fetch.result()
+    del up
+    assert not _mappings("dtorch-staging")
