@@ -37,13 +37,15 @@ _PER_WORKER: Final = 32
 
 
 def build() -> Path:
-    """Compile ``device.cpp`` as native/build.py would, if that was not done before; returns the library."""
+    """Compile the accelerator as native/build.py would, if that was not done before; returns the library."""
     tool = _native_build()
     toolchain = tool.Toolchain(tool.find_torch())
-    source = Path(__file__).with_name("device.cpp")
-    command = [*toolchain.cxx, *toolchain.flags, *toolchain.torch_flags, *toolchain.link_flags, str(source)]
+    here = Path(__file__).parent
+    sources = [here / "device.cpp", here / "sparse.cpp", TESTS.parent / "native" / "common" / "sparse_parts.cpp"]
+    contents = b"".join(file.read_bytes() for file in [*sources, here / "device.h"])
+    command = [*toolchain.cxx, *toolchain.flags, *toolchain.torch_flags, *toolchain.link_flags, *map(str, sources)]
     command += [*toolchain.torch_link_flags, "-ltorch", "-ltorch_cpu", "-lc10"]
-    key = hashlib.sha256(source.read_bytes() + repr((command, toolchain.torch.version)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(contents + repr((command, toolchain.torch.version)).encode()).hexdigest()[:16]
     library: Path = toolchain.folder / f"accelerator-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -45,10 +45,15 @@
 #include <set>
 #include <thread>
 
+#include "device.h"
+
+namespace accelerator {
+
+thread_local bool InKernel::now = false;
+
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-const c10::Device kDevice(kType, 0);
 
 // --- what the test sees -----------------------------------------------------------------------------------------------
 
@@ -392,7 +397,7 @@ bool is_locked(const void* p, size_t n) {
   return static_cast<const char*>(p) + n <= at->first + at->second;
 }
 
-thread_local bool in_kernel = false;
+}  // namespace
 
 void launch() {
   std::unique_lock lock(mu);
@@ -404,6 +409,8 @@ void launch() {
   issue(q, {});
   ++slot(Kernels);
 }
+
+namespace {
 
 // The same memory, as a tensor of the CPU's that owns nothing.
 at::Tensor alias(const at::Tensor& t) {
@@ -417,8 +424,8 @@ at::Tensor alias(const at::Tensor& t) {
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   auto source = alias(from).expand(to.sizes()), target = alias(to);
-  if (in_kernel || (!from.is_cpu() && !to.is_cpu())) {
-    if (!in_kernel) launch();
+  if (InKernel::now || (!from.is_cpu() && !to.is_cpu())) {
+    if (!InKernel::now) launch();
     target.copy_(source);
     return to;
   }
@@ -533,10 +540,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (v.isGenerator() && v.toGenerator().defined() && v.toGenerator().device().type() == kType)
       v = static_cast<Generator*>(v.toGenerator().unsafeGetGeneratorImpl())->cpu;
   }
-  struct InKernel {
-    bool before = std::exchange(in_kernel, true);
-    ~InKernel() { in_kernel = before; }
-  } in;
+  InKernel in;
   at::native::cpu_fallback(op, stack);
 }
 
@@ -560,7 +564,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 }  // namespace
 
+}  // namespace accelerator
+
 // --- for worker.py ----------------------------------------------------------------------------------------------------
+
+using namespace accelerator;
 
 #pragma GCC visibility push(default)
 extern "C" {
