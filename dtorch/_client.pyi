@@ -8,6 +8,7 @@ def attach(
     push_socket: int,
     replies_fd: int,
     workers: int,
+    accelerated: bool,
     inflight_bytes: int,
     upload_bytes: int,
     flush_us: int,

@@ -142,6 +142,27 @@ def test_transfers_reach_their_worker_and_come_back() -> None:
         assert ["INCOMING", 1, segment] in c.sync(1)
 
 
+def test_gpu_memory_on_loan_is_passed_on_and_taken_back() -> None:
+    with bare_controller(2) as c:
+        c.up()
+        lent = [0, b"handle", 512, b"event", 4096, 5]
+        c.order(0, "transfer", [1, lent])
+        assert processes.wait_until(lambda: ["INCOMING", 1, lent] in c.sync(1), PATIENCE)
+        c.order(0, "raw", [msgpack.packb([int(Message.FREED), 0, 1, [b"handle"]])])
+        assert processes.wait_until(lambda: ["FREED", 0, 1, [b"handle"]] in c.sync(1), PATIENCE)
+        assert ["TRANSFER_DONE", 5, 0, 1] not in c.sync(0)
+        c.order(1, "exit", 1)
+        assert processes.wait_until(lambda: ["TRANSFER_DONE", 5, 0, 1] in c.sync(0), PATIENCE)
+
+
+def test_nobody_takes_back_what_another_lent() -> None:
+    with bare_controller(2) as c:
+        c.up()
+        c.order(1, "raw", [msgpack.packb([int(Message.FREED), 0, 1, [b"handle"]])])
+        assert c.wait() == 1
+        assert "worker 1 took memory back from worker 1 that worker 0 had lent" in c.errors()
+
+
 @pytest.mark.parametrize(
     ("frame", "error"),
     [

@@ -25,6 +25,8 @@ from dtorch.client import device_module, factories, pickling, values  # noqa: E4
 from dtorch.client.device_module import (  # noqa: E402
     current_device,
     device,
+    get_device_name,
+    get_device_properties,
     get_rng_state,
     manual_seed,
     manual_seed_all,
@@ -109,6 +111,8 @@ __all__ = [
     "device",
     "device_count",
     "empty_cache",
+    "get_device_name",
+    "get_device_properties",
     "get_per_process_memory_fraction",
     "get_rng_state",
     "import_on_workers",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -56,21 +56,36 @@ def set_device(device: Device) -> None:
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What a device is. ``total_memory``: bytes its worker may use; ``threads``: of one operator."""
+    """What a device is. ``total_memory``: bytes its worker may use; ``threads``: of one operator on the CPU.
+
+    The rest is what PyTorch tells of the worker's GPU (as torch.cuda.get_device_properties); 0 and "" on the CPU.
+    """
 
     name: str
     total_memory: int
     threads: int
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 0
+    warp_size: int = 0
+    L2_cache_size: int = 0
+    uuid: str = ""
 
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
-    """What a device is (as torch.cuda.get_device_properties, less what only GPUs have); waits for its worker."""
+    """What a device is (as torch.cuda.get_device_properties); waits for its worker."""
     engine = lifecycle.running()
-    return DeviceProperties(get_device_name(device), mem_get_info(device)[1], engine.threads_per_worker)
+    if engine.device == "cpu":
+        return DeviceProperties(get_device_name(device), mem_get_info(device)[1], engine.threads_per_worker)
+    found = memory.device_properties(device)
+    known = {f.name for f in fields(DeviceProperties)}
+    return DeviceProperties(**{"threads": engine.threads_per_worker, **{k: v for k, v in found.items() if k in known}})
 
 
 def get_device_name(device: Device = None) -> str:
-    """The name of a device (as torch.cuda.get_device_name)."""
+    """The name of a device (as torch.cuda.get_device_name); waits for its worker where that has a GPU."""
+    if lifecycle.running().device != "cpu":
+        return str(memory.device_properties(device)["name"])
     return f"dtorch CPU worker {index_of(device)}"
 
 

@@ -97,6 +97,7 @@ class Engine:
                 self._push.underlying,
                 self._replies.fileno(),
                 workers,
+                device != "cpu",
                 settings.INFLIGHT_MB.get_int() << 20,
                 settings.UPLOAD_MB.get_int() << 20,
                 settings.FLUSH_US.get_int(),

@@ -36,8 +36,8 @@ def init(
 
     Args:
         workers: number of workers, at least 1.
-        device: what a worker computes on. "cpu"; or "auto", which today means "cpu" too; "cuda" is refused until
-            dtorch has CUDA workers.
+        device: what a worker computes on: "cpu"; "cuda", where worker i takes GPU i modulo the number of GPUs; or
+            "auto": "cuda" where PyTorch sees a GPU, else "cpu". This process itself never uses a GPU.
         threads_per_worker: threads that one operator may use (``torch.set_num_threads`` in the worker); by default the
             processors available to this process divided by ``workers``, at least 1.
         memory_limit: bytes that one worker may reserve; by default what the machine (or its control group) has.
@@ -54,8 +54,10 @@ def init(
     global _arguments
     if device not in DEVICES:
         raise ValueError(f"device={device!r}: one of {', '.join(map(repr, DEVICES))}")
-    if device == "cuda":
-        raise EngineError("device='cuda': this version has CPU workers only; use device='cpu'")
+    gpus = 0 if device == "cpu" else _gpus()
+    if device == "cuda" and not gpus:
+        raise EngineError(f"device='cuda': {_why_no_gpu()}; use device='cpu'")
+    device = "cuda" if gpus else "cpu"
     if not _whole(workers, 1, 127):
         raise ValueError(f"workers={workers!r}: the number of workers is a whole number from 1 to 127")
     if threads_per_worker is None:
@@ -64,7 +66,7 @@ def init(
         raise ValueError(f"threads_per_worker={threads_per_worker!r}: a whole number, at least 1")
     if memory_limit is not None and not _whole(memory_limit, 1):
         raise ValueError(f"memory_limit={memory_limit!r}: a whole number of bytes, at least 1, or None")
-    wanted: dict[str, object] = {"workers": workers, "device": "cpu", "threads_per_worker": threads_per_worker}
+    wanted: dict[str, object] = {"workers": workers, "device": device, "threads_per_worker": threads_per_worker}
     wanted["memory_limit"] = memory_limit
     with _lock:
         current = engine.current()
@@ -80,7 +82,7 @@ def init(
             raise EngineError(held_back)
         if current is not None:
             engine.shutdown()
-        engine.start(workers, threads_per_worker, "cpu")
+        engine.start(workers, threads_per_worker, device)
         _arguments = wanted
         try:
             if memory_limit is not None:
@@ -91,6 +93,27 @@ def init(
         except BaseException:
             shutdown()
             raise
+
+
+def _gpus() -> int:
+    """How many GPUs PyTorch sees; asks the driver's management library, so that no context is made in this process."""
+    if torch.version.cuda is None:
+        return 0
+    before = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    try:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    finally:
+        if before is None:
+            del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+        else:
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = before
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) was built without CUDA"
+    return f"torch {torch.__version__} sees no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)"
 
 
 def _whole(n: object, least: int, most: float = float("inf")) -> bool:
@@ -111,7 +134,7 @@ def start_default() -> None:
         if current is not None and current.death is not None:
             raise current.death
         if current is None or current.is_over:
-            init(workers=settings.WORKERS.get_int() or 1)
+            init(workers=settings.WORKERS.get_int() or _gpus() or 1)
 
 
 def shutdown() -> None:

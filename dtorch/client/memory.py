@@ -32,7 +32,8 @@ def worker_stats(device: Device = None) -> dict[str, int]:
     of the pool; ``machine``, ``available``: bytes of the machine's memory;
     ``mapped``: bytes of other workers' memory that tensors here stand on; ``loans``: values lent to a reader;
     ``lent``: bytes that only the client still holds, as values it fetched, which are neither in ``allocated`` nor held
-    against the limit; ``storages``: storages held; ``donations``: results that took an argument's memory;
+    against the limit; ``staged``: bytes of host memory between a GPU and the others;
+    ``storages``: storages held; ``donations``: results that took an argument's memory;
     ``lookaheads`` and ``lookahead_hits``: times an operator waited for a release just behind it, and times one came;
     ``retries``, ``ooms``: times memory ran short, and stayed so; ``executed``, ``received``: records.
     """
@@ -43,6 +44,12 @@ def worker_stats(device: Device = None) -> dict[str, int]:
 def _stats(device: Device, what: str) -> list[Any]:
     rows: list[Any] = msgpack.unpackb(_client.stats(index_of(device), what))[3]
     return rows
+
+
+def device_properties(device: Device = None) -> dict[str, Any]:
+    """What a worker tells of its device, by torch.cuda.get_device_properties' names. Waits for it."""
+    running()
+    return dict(_stats(device, "properties"))
 
 
 def memory_allocated(device: Device = None) -> int:

@@ -1,23 +1,31 @@
 // torch.autocast("dtorch", ...): the operators that run in the lower precision, in float32, or in their widest input's.
 //
-// Workers are CPUs, so the lists are those of torch.autocast("cpu"), and read off the dispatcher: every operator that has a
-// kernel there gets one here. What a kernel does is one of three policies; two of them are listed, the rest is float32.
+// What torch.autocast("cpu") does where the workers are CPUs, and what torch.autocast("cuda") does where they are GPUs. The
+// CPU's operators are read off the dispatcher: every one that has a kernel there gets one here; two policies are listed, the
+// rest is float32. The GPUs' are PyTorch's own lists for any accelerator.
 #include "client/device.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <map>
 #include <string>
 #include <unordered_set>
+#include <utility>
 
+#include "client/session.h"
 #include "client/storage.h"
 
 namespace dtorch {
 
 namespace {
 
-const std::unordered_set<std::string>& lower_precision() {
+// `Sums` run in float32 unless they are told another dtype.
+enum class Policy { None, Lower, Float32, Sums, Widest };
+constexpr size_t kPolicies = 5;
+
+const std::unordered_set<std::string>& lower_on_cpu() {
   static const std::unordered_set<std::string> names{
       "conv1d",      "conv2d",  "conv3d",   "conv_tbc",     "conv_transpose1d", "conv_transpose2d",
       "conv_transpose3d",       "_convolution",             "mm",               "bmm",
@@ -26,9 +34,31 @@ const std::unordered_set<std::string>& lower_precision() {
       "scaled_dot_product_attention"};
   return names;
 }
-const std::unordered_set<std::string>& promoted() {
+const std::unordered_set<std::string>& widest_on_cpu() {
   static const std::unordered_set<std::string> names{"stack", "cat", "index_copy"};
   return names;
+}
+
+Policy on_cpu(const c10::OperatorHandle& op, const std::string& base) {
+  if (!op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU)) return Policy::None;
+  return lower_on_cpu().count(base) ? Policy::Lower : widest_on_cpu().count(base) ? Policy::Widest : Policy::Float32;
+}
+
+// By "name" or "name, overload".
+const std::map<std::string, Policy>& on_gpu() {
+#define DTORCH_LOWER(...) {#__VA_ARGS__, Policy::Lower},
+#define DTORCH_FLOAT32(...) {#__VA_ARGS__, Policy::Float32},
+#define DTORCH_SUMS(...) {#__VA_ARGS__, Policy::Sums},
+#define DTORCH_WIDEST(...) {#__VA_ARGS__, Policy::Widest},
+  static const std::map<std::string, Policy> all{
+      AT_FORALL_LOWER_PRECISION_FP(DTORCH_LOWER) AT_FORALL_FP32(DTORCH_FLOAT32) AT_FORALL_FP32_SET_OPT_DTYPE(DTORCH_SUMS)
+          AT_FORALL_PROMOTE(DTORCH_WIDEST){"norm, Scalar", Policy::Float32},
+      {"norm, ScalarOpt_dim", Policy::Float32}};
+#undef DTORCH_LOWER
+#undef DTORCH_FLOAT32
+#undef DTORCH_SUMS
+#undef DTORCH_WIDEST
+  return all;
 }
 
 bool takes_part(const at::Tensor& t) {
@@ -58,12 +88,6 @@ void run_in(at::ScalarType dtype, const c10::OperatorHandle& op, torch::jit::Sta
   op.callBoxed(stack);
 }
 
-void in_lower_precision(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_in(at::autocast::get_autocast_dtype(kDevice), op, stack);
-}
-
-void in_float32(const c10::OperatorHandle& op, torch::jit::Stack* stack) { run_in(at::kFloat, op, stack); }
-
 void in_widest(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto widest = at::autocast::get_autocast_dtype(kDevice);
   each_tensor(stack, op.schema().arguments().size(), [&widest](const at::Tensor& t) {
@@ -71,6 +95,37 @@ void in_widest(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return t;
   });
   run_in(widest, op, stack);
+}
+
+void sum_in_float32(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKeySet(c10::DispatchKey::AutocastPrivateUse1));
+  const auto& args = op.schema().arguments();
+  size_t first = stack->size() - args.size();
+  const auto& x = (*stack)[first];
+  if (x.isTensor() && is_ours(x.toTensor()) && x.toTensor().is_floating_point())
+    for (size_t i = 0; i < args.size(); ++i)
+      if (args[i].name() == "dtype" && (*stack)[first + i].isNone()) (*stack)[first + i] = static_cast<int64_t>(at::kFloat);
+  op.callBoxed(stack);
+}
+
+template <Policy Cpu, Policy Gpu>
+void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  switch (Session::get().accelerated() ? Gpu : Cpu) {
+    case Policy::Lower: return run_in(at::autocast::get_autocast_dtype(kDevice), op, stack);
+    case Policy::Float32: return run_in(at::kFloat, op, stack);
+    case Policy::Sums: return sum_in_float32(op, stack);
+    case Policy::Widest: return in_widest(op, stack);
+    case Policy::None: break;  // what it is made of may have a policy
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::AutocastPrivateUse1), stack);
+}
+
+template <size_t... I>
+torch::CppFunction kernel_of(Policy cpu, Policy gpu, std::index_sequence<I...>) {
+  using Make = torch::CppFunction (*)();
+  static constexpr Make all[] = {
+      [] { return torch::CppFunction::makeFromBoxedFunction<&kernel<static_cast<Policy>(I / kPolicies), static_cast<Policy>(I % kPolicies)>>(); }...};
+  return all[static_cast<size_t>(cpu) * kPolicies + static_cast<size_t>(gpu)]();
 }
 
 }  // namespace
@@ -84,12 +139,13 @@ void register_autocast() {
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.compare(0, 6, "aten::") != 0) continue;
     auto op = dispatcher.findSchema(name);
-    if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU)) continue;
+    if (!op) continue;
     std::string base = name.name.substr(6);
+    auto listed = on_gpu().find(base + (name.overload_name.empty() ? "" : ", " + name.overload_name));
+    Policy cpu = on_cpu(*op, base), gpu = listed == on_gpu().end() ? Policy::None : listed->second;
+    if (cpu == Policy::None && gpu == Policy::None) continue;
     std::string full = base + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    if (lower_precision().count(base)) m->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&in_lower_precision>());
-    else if (promoted().count(base)) m->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&in_widest>());
-    else m->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&in_float32>());
+    m->impl(full.c_str(), kernel_of(cpu, gpu, std::make_index_sequence<kPolicies * kPolicies>{}));
   }
 }
 

@@ -13,6 +13,7 @@ void register_whole_kernels();  // whole.cpp: linear and matmul as one record
 void register_cells();          // cells.cpp: one step of LSTM and GRU
 void register_counts();         // counts.cpp: histc of whole numbers
 void register_recurrent();      // recurrent.cpp: RNN, LSTM and GRU layers
+void register_attention();      // attention.cpp: the backend of scaled_dot_product_attention
 void register_sparse();         // sparse.cpp: sparse tensors over dense ones
 void register_nested();         // nested.cpp: the padded batches of nn.TransformerEncoder
 void register_autocast();       // autocast.cpp

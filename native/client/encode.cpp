@@ -1,6 +1,7 @@
 // See encode.h.
 #include "client/encode.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 
 #include <ATen/core/Generator.h>
@@ -41,7 +42,13 @@ ScratchLease::ScratchLease(const OpInfo& info) {
   std::memcpy(s_->key.reserve(5), &info.number, 4);
   s_->key.data()[4] = static_cast<uint8_t>(c10::typeMetaToScalarType(c10::get_default_dtype()));  // results may follow it
   if (__builtin_expect(info.reads_grad_mode && at::GradMode::is_enabled(), 0)) s_->key.data()[4] |= 0x80;
+  if (__builtin_expect(Session::get().accelerated(), 0)) s_->key.data()[4] |= 0x40;  // other devices give other strides
   s_->key.advance(5);
+  if (__builtin_expect(info.reads_attention_switches, 0)) {
+    const auto& c = at::globalContext();
+    s_->key.push(static_cast<uint8_t>(c.userEnabledFlashSDP() | c.userEnabledMemEfficientSDP() << 1 | c.userEnabledMathSDP() << 2 |
+                                      c.deterministicAlgorithms() << 3));
+  }
 }
 
 ScratchLease::~ScratchLease() { --pool().used; }

@@ -281,7 +281,7 @@ EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   e->dynamic = depends_on_data(info, args);
   if (e->dynamic) return e;
   if (info.custom) return answer_by_fake(info, args);
-  if (info.rule) {
+  if (info.rule && !Session::get().accelerated()) {  // the rules are CPU kernels' layouts
     auto ruled = std::make_shared<Entry>();
     if (info.rule(args, *ruled)) {
       for (size_t i = 0; i < ruled->outs.size() && ruled->returns.size() < info.returns.size(); ++i)

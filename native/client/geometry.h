@@ -35,8 +35,8 @@ struct OutSpec {
 };
 
 struct ReturnSpec {
-  enum class Kind : uint8_t { New, List, Alias, None } kind;
-  int index;  // New, List: first of `outs`; Alias: argument
+  enum class Kind : uint8_t { New, List, Alias, None, Value } kind;
+  int index;  // New, List: first of `outs`; Alias: argument; Value: of `values`
   int count;  // List
 };
 
@@ -51,6 +51,7 @@ struct Entry {
   c10::SmallVector<OutSpec, 1> outs;
   c10::SmallVector<ReturnSpec, 1> returns;
   std::vector<Rewrite> rewrites;
+  std::vector<c10::IValue> values;  // plain results (OpInfo::values_follow)
 };
 using EntryPtr = std::shared_ptr<const Entry>;
 

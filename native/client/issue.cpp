@@ -19,9 +19,35 @@ int deterministic_mode() {
 
 namespace {
 
+// PyTorch's switches for GPUs, by the names that the worker has for them.
+void tell_device_switches(Session::Writer& w, WorkerState& state, int worker) {
+  const auto& c = at::globalContext();
+  using at::Float32Backend, at::Float32Op;
+  auto tf32 = [&c](Float32Op op) { return c.float32Precision(Float32Backend::CUDA, op) == at::Float32Precision::TF32; };
+  const std::pair<const char*, bool> switches[] = {
+      {"cudnn.benchmark", c.benchmarkCuDNN()},    {"cudnn.deterministic", c.deterministicCuDNN()},
+      {"cudnn.enabled", c.userEnabledCuDNN()},    {"cudnn.allow_tf32", tf32(Float32Op::CONV)},
+      {"cublas.allow_tf32", tf32(Float32Op::MATMUL)},
+      {"sdp.flash", c.userEnabledFlashSDP()},     {"sdp.mem_efficient", c.userEnabledMemEfficientSDP()},
+      {"sdp.math", c.userEnabledMathSDP()}};
+  static_assert(std::size(switches) < 32);
+  uint32_t now = 1u << std::size(switches);  // never 0: the worker has not been told anything
+  for (size_t i = 0; i < std::size(switches); ++i) now |= static_cast<uint32_t>(switches[i].second) << i;
+  if (__builtin_expect(now == state.device_switches, 1)) return;
+  for (size_t i = 0; i < std::size(switches); ++i) {
+    if (state.device_switches && !((now ^ state.device_switches) >> i & 1)) continue;
+    w.begin(Record::OPTION, worker, 2);
+    mp::put_str(w.buf(), switches[i].first);
+    mp::put_int(w.buf(), switches[i].second);
+    w.end();
+  }
+  state.device_switches = now;
+}
+
 // Global switches of PyTorch that the worker must share for equal results.
 void tell_switches(Session::Writer& w, const OpInfo& info, int worker) {
   auto& state = w.worker(worker);
+  if (Session::get().accelerated()) tell_device_switches(w, state, worker);
   auto option = [&](const char* name, int value) {
     w.begin(Record::OPTION, worker, 2);
     mp::put_str(w.buf(), name);
@@ -155,6 +181,9 @@ void learn(const OpInfo& info, const Buffer& key, at::ArrayRef<c10::IValue> args
       e->returns.push_back({ReturnSpec::Kind::New, first, 1});
     } else if (r.kind == OpInfo::Result::Tensor) {
       e->returns.push_back({ReturnSpec::Kind::None, 0, 0});
+    } else if (info.values_follow) {
+      e->returns.push_back({ReturnSpec::Kind::Value, static_cast<int>(e->values.size()), 1});
+      e->values.push_back(results[i]);
     } else {
       return;  // a plain value: known only by asking
     }
@@ -178,6 +207,7 @@ std::vector<c10::IValue> results_of(const Entry& entry, c10::SmallVectorImpl<at:
       case ReturnSpec::Kind::New: results.emplace_back(std::move(outs[at])); break;
       case ReturnSpec::Kind::Alias: results.push_back(args[at]); break;
       case ReturnSpec::Kind::None: results.emplace_back(at::Tensor()); break;
+      case ReturnSpec::Kind::Value: results.push_back(entry.values[at]); break;
       case ReturnSpec::Kind::List:
         results.emplace_back(std::vector<at::Tensor>(outs.begin() + r.index, outs.begin() + r.index + r.count));
         break;

@@ -1,7 +1,7 @@
 // Kernels written by hand, and who gets the boxed one.
 //
-// By hand: making empty tensors, the dense views that have no composite kernel, set_ and resize_, copies, item(), and
-// SDPA's choice. Everything else is a record: the boxed kernel is the fallback of PrivateUse1, and it is also registered
+// By hand: making empty tensors, the dense views that have no composite kernel, set_ and resize_, copies and item().
+// Everything else is a record: the boxed kernel is the fallback of PrivateUse1, and it is also registered
 // directly for composite operators with an autograd formula of their own ("explicit"), which would otherwise fall apart
 // into several records below autograd, where nothing is gained by it.
 #include "client/device.h"
@@ -12,8 +12,6 @@
 #include <ATen/native/Resize.h>
 #include <ATen/native/ResizeCommon.h>
 #include <ATen/native/TensorFactories.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/_to_copy_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
@@ -239,13 +237,6 @@ void record_stream(at::Tensor&, c10::Stream) {}  // a release already waits for 
 
 bool shallow_copy_ok(const at::Tensor&, const at::Tensor&) { return true; }
 
-// The backend that eager PyTorch on the CPU would take for the same sizes, strides and dtypes: workers are CPUs.
-int64_t sdp_choice(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
-                   double dropout, bool causal, std::optional<double> scale, bool gqa) {
-  return at::_ops::_fused_sdp_choice::redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU), q, k, v, mask, dropout, causal,
-                                                 scale, gqa);
-}
-
 // --- registration ----------------------------------------------------------------------------------------------------
 
 // Explicit composites that must stay composite: they change metadata, look at it, or end in a kernel above.
@@ -344,7 +335,6 @@ void register_kernels() {
   m.impl("_local_scalar_dense", TORCH_FN(item));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("_has_compatible_shallow_copy_type", TORCH_FN(shallow_copy_ok));
-  m.impl("_fused_sdp_choice", TORCH_FN(sdp_choice));
 
   register_hot_kernels();
   register_whole_kernels();
@@ -352,6 +342,7 @@ void register_kernels() {
   register_counts();
   register_recurrent();
   register_autocast();
+  register_attention();
   register_sparse();
   register_nested();
 
@@ -380,7 +371,3 @@ void register_kernels() {
 }
 
 }  // namespace dtorch
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &dtorch::sdp_choice)
-}

@@ -64,14 +64,16 @@ PyObject* py_attach(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject* api;
   unsigned long long push, inflight, upload;
-  int replies, workers;
+  int replies, workers, accelerated;
   long flush_us;
-  if (!PyArg_ParseTuple(args, "OKiiKKl", &api, &push, &replies, &workers, &inflight, &upload, &flush_us)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OKiipKKl", &api, &push, &replies, &workers, &accelerated, &inflight, &upload, &flush_us))
+    return nullptr;
   SessionConfig c;
   if (!read_zmq_api(api, &c.api)) return nullptr;
   c.push = reinterpret_cast<void*>(push);
   c.replies = replies;
   c.workers = workers;
+  c.accelerated = accelerated;
   c.inflight_bytes = inflight;
   c.upload_bytes = upload;
   c.flush_us = flush_us;

@@ -48,6 +48,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   overload = schema.overload_name();
   n_args = schema.arguments().size();
   reads_grad_mode = dtorch::reads_grad_mode(name);
+  reads_attention_switches = name == "aten::_fused_sdp_choice";
+  values_follow = reads_attention_switches || name == "aten::_scaled_dot_product_flash_attention";
   asks = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 
   // arange and its kin take their length from Scalars, custom operators may; everywhere else a Scalar's value is only data.
@@ -78,7 +80,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
       r.kind = Result::List;
       has_new = true;
     } else {
-      asks = true;
+      asks = asks || !values_follow;
+      has_new = has_new || values_follow;
     }
     returns.push_back(r);
   }

@@ -228,7 +228,7 @@ bool fits_packed(const at::Tensor& x, const at::Tensor& sizes, at::TensorList st
 
 // Eager hands an LSTM without projections to oneDNN, a layer and a direction at a time.
 bool is_onednns(const at::Tensor& x) {
-  if (!at::globalContext().userEnabledMkldnn()) return false;
+  if (!at::globalContext().userEnabledMkldnn() || Session::get().accelerated()) return false;
   bool has_bf16 = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
   return x.scalar_type() == at::kFloat || (x.scalar_type() == at::kBFloat16 && has_bf16);
 }

@@ -95,6 +95,7 @@ struct SessionConfig {
   void* push = nullptr;
   int replies = -1;  // the socket that workers connect to (direct.h); Python's
   int workers = 0;
+  bool accelerated = false;  // the workers compute on accelerators
   size_t inflight_bytes = 64u << 20;
   size_t upload_bytes = 1024u << 20;
   long flush_us = 100;
@@ -116,6 +117,7 @@ struct WorkerState {
   std::string dead;                                 // why, when the worker is gone
   int default_dtype = 6, deterministic = 0;         // what it was told last (issue.cpp: tell_switches)
   bool grad_mode = false;
+  uint32_t device_switches = 0;                     // the same for accelerators; 0: nothing
 };
 
 struct Counters {
@@ -131,6 +133,7 @@ class Session {
   void detach(const std::string& why);
   bool active() const { return active_.load(std::memory_order_acquire) && !forked_; }
   int workers() const { return config_.workers; }
+  bool accelerated() const { return config_.accelerated; }
   uint32_t generation() const { return generation_.load(std::memory_order_acquire); }
   pid_t owner() const { return owner_; }
 

@@ -158,7 +158,7 @@ size_t storage_bytes(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t o
 at::Tensor make_tensor(int worker, at::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   static const size_t most = machine_memory();
   size_t n = storage_bytes(sizes, strides, 0, c10::elementSize(dtype));
-  if (__builtin_expect(n > most, 0)) throw_too_large(n, most);
+  if (__builtin_expect(n > most, 0) && !Session::get().accelerated()) throw_too_large(n, most);
   auto* ctx = new_ctx(worker);
   ctx->first.dtype = dtype;
   ctx->first.sizes.assign(sizes.begin(), sizes.end());

@@ -116,6 +116,7 @@ struct ChannelsLastGroupNorm : torch::autograd::Function<ChannelsLastGroupNorm> 
 // Eager's group_norm keeps channels_last on the CPU, and only there; elsewhere it makes its input contiguous.
 at::Tensor group_norm(const at::Tensor& x, int64_t groups, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps, bool cudnn) {
+  if (Session::get().accelerated()) return at::native::group_norm(x, groups, weight, bias, eps, cudnn);
   auto format = x.dim() >= 2 ? x.suggest_memory_format() : at::MemoryFormat::Contiguous;
   if (format == at::MemoryFormat::Contiguous || groups <= 0 || x.size(1) % groups != 0)
     return at::native::group_norm(x, groups, weight, bias, eps, cudnn);
@@ -133,7 +134,7 @@ at::Tensor group_norm(const at::Tensor& x, int64_t groups, const std::optional<a
 // Elsewhere than on the CPU dropout is one operator, whose gradient rounds twice where the composite's rounds once: in 16 bits
 // that shows.
 at::Tensor dropout(const at::Tensor& x, double p, bool train) {
-  if (!train || p <= 0 || p >= 1 || x.sym_numel() == 0 || !c10::isReducedFloatingType(x.scalar_type()))
+  if (Session::get().accelerated() || !train || p <= 0 || p >= 1 || x.sym_numel() == 0 || !c10::isReducedFloatingType(x.scalar_type()))
     return at::native::dropout(x, p, train);
   return x * at::empty_like(x).bernoulli_(1 - p).div_(1 - p);
 }

@@ -1,6 +1,7 @@
 // See device.h.
 #include "worker/device.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -30,6 +31,7 @@ void compute_on(const std::string& device) {
   if (on_host()) return;
   computing.keys = c10::DispatchKeySet(c10::computeDispatchKey(at::kFloat, at::kStrided, computing.device));
   guard().setDevice(computing.device);
+  at::globalContext().setSDPUseCuDNN(false);  // the client calls flash and memory-efficient attention (client/attention.cpp)
 }
 
 at::Tensor make_empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype) {
@@ -67,10 +69,7 @@ c10::Event now_on(const c10::Stream& stream) {
   return e;
 }
 
-void fetch_after_computing(const at::Tensor& t) {
-  now_on(compute_stream()).block(fetch_stream());
-  guard().recordDataPtrOnStream(t.storage().data_ptr(), fetch_stream());
-}
+void fetch_after_computing() { now_on(compute_stream()).block(fetch_stream()); }
 
 bool still_works() {
   try {

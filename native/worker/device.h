@@ -33,9 +33,8 @@ c10::Stream fetch_stream();
 
 // A point in a stream's work: everything issued to it so far.
 c10::Event now_on(const c10::Stream& stream);
-// What the fetch stream does from now on comes after what the compute stream was given so far; `t`'s memory is used by it
-// until that has been done.
-void fetch_after_computing(const at::Tensor& t);
+// What the fetch stream does from now on comes after what the compute stream was given so far.
+void fetch_after_computing();
 
 // Whether the device goes on working after an error that it reported. Waits for it.
 bool still_works();

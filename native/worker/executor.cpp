@@ -410,9 +410,9 @@ at::Tensor Executor::to_device(const at::Tensor& host) {
 
 void Executor::fetch_from_device(const at::Tensor& t, std::function<void(const at::Tensor&, const CausePtr&)> then) {
   auto host = stage({t.scalar_type(), Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end())});
-  uint64_t loan = lend(t.storage(), /*to_peer=*/true);
+  uint64_t loan = lend(t.storage(), /*to_peer=*/true);  // its memory is neither reused nor written until it was read
   try {
-    fetch_after_computing(t);
+    fetch_after_computing();
     c10::StreamGuard on(fetch_stream());
     host.copy_(t, /*non_blocking=*/true);
   } catch (...) {
