@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -94,7 +93,9 @@ def launched(worker: Worker, since: int, kernels: int) -> None:
 def settled(worker: int = 0) -> None:
     """The worker has done everything, and has noticed."""
     dtorch.synchronize(worker)
-    until(lambda: dtorch.worker_stats(worker)["loans"] == 0)
+    assert processes.wait_until(lambda: dtorch.worker_stats(worker)["loans"] == 0, 5), (
+        "a value of an earlier test lives"
+    )
 
 
 class Background:
@@ -148,7 +149,8 @@ def _current() -> Engine:
 
 def _training(on: Device) -> Any:
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 10)).to(on.name)
+    model = nn.Sequential(nn.Linear(40, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 10))
+    model.to(on.name)
     step = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(4)  # the model was made with the CPU's generator
     losses = []
@@ -182,7 +184,16 @@ def _resized(on: Device) -> Any:
 def _sparse(on: Device) -> Any:
     dense = on(30, 20).relu()
     coo = torch.sparse_coo_tensor(on.indices(5, 2, 9), on(9), (5, 5)).coalesce()
-    return [dense.to_sparse(), dense.to_sparse_csr(), coo, torch.sparse.mm(coo, on(5, 3)), coo.to_dense()]
+    csr = dense.to_sparse_csr()
+    return [
+        dense.to_sparse(),
+        csr.values(),
+        csr.to_dense(),
+        csr.mm(on(20, 3)),
+        coo,
+        torch.sparse.mm(coo, on(5, 3)),
+        coo.to_dense(),
+    ]
 
 
 @named(
@@ -197,7 +208,11 @@ def _sparse(on: Device) -> Any:
     written=lambda on: on(9, 5).index_put_((on.indices(9, 4),), on(4, 5), accumulate=True),
     large=lambda on: on(300, 400).mm(on(400, 200)).softmax(-1),
     half=lambda on: on(64, dtype=torch.bfloat16).exp() + on(64, dtype=torch.float16),
-    conjugate=lambda on: [on(7, dtype=torch.complex64).conj(), on(7, dtype=torch.complex64).conj().imag, on(9)._neg_view()],
+    conjugate=lambda on: [
+        on(7, dtype=torch.complex64).conj(),
+        on(7, dtype=torch.complex64).conj().imag,
+        on(9)._neg_view(),
+    ],
     conjugate_written=lambda on: on(7, dtype=torch.complex64).conj().mul_(2j),
     empty=lambda on: [on(0, 4) + 1, on(3, 0).sum(1), torch.cat([on(0, 4), on(2, 4)]), torch.empty(0, device=on.name)],
     scalars=lambda on: [on(5) * torch.tensor(2.0), on(5).sum() + 1, torch.full((), 3, device=on.name)],
@@ -273,6 +288,33 @@ def test_custom_operators_run_on_the_accelerator(accelerator: Board) -> None:
     assert torch.equal(got.cpu(), ops.mul_add(x, y, 3.0))
 
 
+def test_an_operator_with_a_kernel_for_the_cpu_alone(accelerator: Board) -> None:
+    ops = dtorch.import_on_workers("accelerator.operators")
+    x = torch.randn(5, 6)
+    assert torch.equal(ops.doubled(x.to("dtorch:0")).cpu(), x * 2)
+
+
+@pytest.mark.parametrize("n", [6, LARGE])
+def test_a_result_on_the_cpu_is_a_tensor_like_any(accelerator: Board, n: int) -> None:
+    """As CUDA's operators give where their schema says so; operators on it are the CPU's, views of it too."""
+    ops = dtorch.import_on_workers("accelerator.operators")
+    x = torch.randn(n)
+    there = ops.on_the_host(x.to("dtorch:0"))
+    assert torch.equal(there.cpu(), x) and torch.equal(there[2:].cpu(), x[2:])
+    dtorch.synchronize(0)
+    kernels = accelerator[0].kernels
+    assert torch.equal((there * 2).cpu(), x * 2)
+    assert torch.equal((there[1:] * 2).cpu(), x[1:] * 2)
+    fetch = there.to_torch_async()
+    there.add_(1)
+    there[:2].mul_(2)
+    assert torch.equal(fetch.get(PATIENCE), x)
+    assert accelerator[0].kernels == kernels
+    want = torch.cat([(x[:2] + 1) * 2, x[2:] + 1])
+    assert torch.equal(there.to("dtorch:1").cpu(), want)
+    assert torch.equal(there.resize_(2 * n)[:n].cpu(), want)
+
+
 # -- nothing is early, and nobody waits for the device
 
 
@@ -282,15 +324,15 @@ def test_exe6_a_fetch_is_answered_when_the_device_is_done(accelerator: Board) ->
     before = device.kernels
     with device.held("compute"):
         y = x * 3
-        fetch = Background(lambda: y.cpu())
+        fetch = y.to_torch_async()
         item = Background(lambda: y[0].item())
         launched(device, before, 1)
         for _ in range(20):
             x = x + 1
         launched(device, before, 20)  # they are launched behind it all the same
-        assert not fetch.over and not item.over
+        assert not fetch.is_ready() and not item.over
         fetched = device.fetched
-    assert bool((fetch.result() == 3).all()) and item.result() == 3
+    assert bool((fetch.get(PATIENCE) == 3).all()) and item.result() == 3
     assert device.fetched > fetched
     assert x[0].item() == 21
 
@@ -298,10 +340,10 @@ def test_exe6_a_fetch_is_answered_when_the_device_is_done(accelerator: Board) ->
 def test_exe6_a_fetch_waits_for_its_own_stream_too(accelerator: Board) -> None:
     x = torch.ones(LARGE, device="dtorch:0")
     with accelerator[0].held("fetch"):
-        fetch = Background(lambda: x.cpu())
+        fetch = x.to_torch_async()
         dtorch.synchronize(0)  # the compute stream is done
-        assert not fetch.over
-    assert bool((fetch.result() == 1).all())
+        assert not fetch.is_ready()
+    assert bool((fetch.get(PATIENCE) == 1).all())
 
 
 @pytest.mark.parametrize("n", [3, LARGE])
@@ -311,28 +353,39 @@ def test_exe6_what_is_written_while_it_is_fetched_is_fetched_as_it_was(accelerat
     dtorch.synchronize(0)
     before = device.kernels
     with device.held("fetch"):
-        fetch = Background(lambda: x.cpu())
-        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        fetch = x.to_torch_async()
         x.mul_(5)
-        view = x[1:]
-        view.add_(1)
+        x[1:].add_(1)
         torch.zeros(n, device="dtorch:0")  # takes memory that is free, should there be some
         dtorch.synchronize(0)
         launched(device, before, 3)
-        assert not fetch.over
-    assert bool((fetch.result() == 1).all())
+        assert not fetch.is_ready()
+    assert bool((fetch.get(PATIENCE) == 1).all())
     assert x.cpu()[:2].tolist() == [5.0, 6.0]
+
+
+def test_exe6_what_is_resized_while_it_is_fetched_is_fetched_as_it_was(accelerator: Board) -> None:
+    x = torch.ones(LARGE, device="dtorch:0")
+    with accelerator[0].held("fetch"):
+        fetch, head = x.to_torch_async(), x[:10].to_torch_async()
+        x.resize_(3 * LARGE).mul_(2)
+        y = torch.full((LARGE,), 9.0, device="dtorch:0")
+        dtorch.synchronize(0)
+        assert not fetch.is_ready()
+    assert bool((fetch.get(PATIENCE) == 1).all()) and bool((head.get(PATIENCE) == 1).all())
+    assert bool((x[:LARGE].cpu() == 2).all()) and y[0].item() == 9
 
 
 def test_exe6_a_tensor_dropped_while_it_is_fetched_is_fetched(accelerator: Board) -> None:
     x = torch.ones(LARGE, device="dtorch:0")
     allocated = dtorch.worker_stats(0)["allocated"]
     with accelerator[0].held("fetch"):
-        fetch = Background(lambda y=x * 7: y.cpu())
-        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        fetch = (x * 7).to_torch_async()
+        dtorch.synchronize(0)
+        assert dtorch.worker_stats(0)["loans"] == 1
         again = [torch.zeros(LARGE, device="dtorch:0") for _ in range(5)]
         dtorch.synchronize(0)
-    assert bool((fetch.result() == 7).all())
+    assert bool((fetch.get(PATIENCE) == 7).all())
     del again, fetch
     settled()
     assert dtorch.worker_stats(0)["allocated"] == allocated
@@ -398,13 +451,13 @@ def test_exe6_many_fetches_end_in_any_order_of_streams(accelerator: Board) -> No
     device = accelerator[0]
     with device.held("fetch"):
         x = torch.arange(1000, dtype=torch.float32, device="dtorch:0") * 1
-        fetches = [Background(lambda y=x + i: y.cpu()) for i in range(20)]
+        fetches = [(x + i).to_torch_async() for i in range(20)]
         dtorch.synchronize(0)
         y = torch.randn(200).to("dtorch:0")  # its pending end comes behind those of the fetches
         dtorch.synchronize(0)
-        assert not any(f.over for f in fetches)
+        assert not any(fetch.is_ready() for fetch in fetches)
     for i, fetch in enumerate(fetches):
-        assert fetch.result()[0].item() == i
+        assert fetch.get(PATIENCE)[0].item() == i
     assert y.cpu().shape == (200,)
 
 
@@ -449,9 +502,7 @@ def test_stg1_a_staging_buffer_is_used_again(accelerator: Board) -> None:
     dtorch.empty_cache()
     assert _staged() == 0
     x = torch.ones(LARGE, device="dtorch:0")
-    values = []
-    for i in range(5):
-        values.append((x * i).cpu())
+    values = [(x * i).cpu() for i in range(5)]
     assert _staged() == 5 * (512 << 10)  # each is the client's, as long as that has the tensor
     del values
     settled()
@@ -512,25 +563,24 @@ def test_memory_that_a_fetch_holds_is_waited_for(accelerator: Board, how: str) -
     there = torch.ones(1 << 20, device="dtorch:1")
     device.limit = dtorch.memory_allocated(0) + (6 << 20)
     x = torch.ones(1 << 20, device="dtorch:0")
-    dtorch.synchronize(0)
     device.hold_fetch = 1
-    fetch = Background(lambda: x.cpu())
-    until(lambda: dtorch.worker_stats(0)["loans"] == 1)
-    fetching = device.fetched
+    fetch = x.to_torch_async()
+    dtorch.synchronize(0)
+    kernels, fetched = device.kernels, device.fetched
     del x
     if how == "operator":
-        y = torch.ones(1 << 20, device="dtorch:0")
+        y = there[:1].to("dtorch:0").repeat(1 << 20)
     elif how == "upload":
         y = torch.ones(1 << 20).to("dtorch:0")
     elif how == "allocation":
         y = torch.empty(1 << 20, device="dtorch:0").fill_(1)
     else:
         y = there.to("dtorch:0")
-    value = Background(lambda: y.sum().item())
+    value = y.sum().to_torch_async()
     device.hold_fetch = 0
-    until(lambda: device.fetched > fetching)
-    assert fetch.result() is not None
-    assert value.result() == 1 << 20
+    assert value.get(PATIENCE).item() == 1 << 20
+    assert bool((fetch.get(PATIENCE) == 1).all())
+    assert device.kernels > kernels and device.fetched > fetched
 
 
 def test_out_of_memory_waits_for_a_release_under_way(accelerator: Board) -> None:
@@ -590,10 +640,10 @@ def test_exe6_a_copy_comes_behind_what_made_it(accelerator: Board) -> None:
     with accelerator[0].held("compute"):
         a = torch.ones(LARGE, device="dtorch:0") * 2
         b = a.to("dtorch:1") + 1
-        value = Background(lambda: b.cpu())
+        value = b.to_torch_async()
         launched(accelerator[0], before, 2)
-        assert not value.over
-    assert bool((value.result() == 3).all())
+        assert not value.is_ready()
+    assert bool((value.get(PATIENCE) == 3).all())
 
 
 def test_a_sender_that_dies_is_named(accelerator: Board) -> None:
@@ -662,7 +712,7 @@ def test_exe7_a_lost_device_fails_what_follows_with_its_cause(accelerator: Board
     y = torch.ones(3, device="dtorch:1")
     dtorch.synchronize(0)
     device.fail = 1
-    with pytest.raises(dtorch.RemoteError, match=r"device-side assert triggered[\s\S]*This worker cannot go on and ends"):
+    with pytest.raises(dtorch.RemoteError, match=r"device-side assert triggered[\s\S]*This worker cannot go on"):
         (x + 1).cpu()
     worker_died(0)
     with pytest.raises(dtorch.WorkerDied):
@@ -679,14 +729,16 @@ def test_exe7_what_is_under_way_fails_with_the_cause(accelerator: Board, what: s
         y = x + 1
         if what == "event":
             event = torch.Stream(device="dtorch:0").record_event()
-            calls = [begun(lambda: y.cpu()), Background(event.synchronize)]
+            calls = [Background(event.synchronize)]
         else:
             call = {"fetch": lambda: y.cpu(), "sync": lambda: dtorch.synchronize(0), "item": lambda: y[0].item()}[what]
-            calls = [begun(call), begun(lambda: y.cpu())]
+            calls = [begun(call)]
+        future = y.to_torch_async()
+        dtorch.worker_stats(0)
         device.fail = 1
-        for c in calls:
+        for wait in (*(c.result for c in calls), future.get):
             with pytest.raises(dtorch.RemoteError, match="device-side assert triggered"):
-                c.result()
+                wait()
     worker_died(0)
 
 
@@ -731,13 +783,14 @@ def test_exe7_a_lost_receiver_does_not_wait_for_ever(accelerator: Board) -> None
     y = torch.ones(LARGE, device="dtorch:0")
     dtorch.synchronize(0)
     dtorch.synchronize(1)
+    kernels = accelerator[1].kernels
     with accelerator[0].held("fetch"), accelerator[1].held("compute"):
-        fetch = Background(lambda: y.cpu())
-        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        fetch = y.to_torch_async()
         b = (x + 1).to("dtorch:0")
+        until(lambda: accelerator[1].kernels > kernels)
         accelerator[0].fail = 1
         with pytest.raises(dtorch.RemoteError, match="device-side assert triggered"):
-            fetch.result()
+            fetch.get(PATIENCE)
         worker_died(0)
     del b
 
@@ -753,6 +806,32 @@ def test_an_error_after_which_the_device_works_is_the_operators_own(accelerator:
     assert (x + 2).tolist() == [3.0, 3.0, 3.0]
 
 
+# -- what is asked of Python may fail
+
+
+def test_exe5_a_failing_hook_costs_nothing_but_its_record(accelerator: Board) -> None:
+    device = accelerator[0]
+    x = torch.ones(LARGE, device="dtorch:0")
+    dtorch.empty_cache()
+    settled()
+    device.refuse = 1
+    device.lends = 1
+    with pytest.raises(dtorch.DtorchError, match="the test wants this to fail"):
+        dtorch.worker_stats(0)
+    with pytest.raises(dtorch.DtorchError, match="the test wants this to fail"):
+        x.to("dtorch:1").cpu()
+    waits = device.waits
+    assert bool((x.cpu() == 1).all())  # into memory that is not page-locked: the worker waits
+    assert device.waits > waits
+    kill(1)
+    worker_died(1)
+    with contextlib.suppress(dtorch.DtorchError):
+        dtorch.synchronize(0)
+    device.refuse = 0
+    assert x.sum().item() == LARGE
+    assert not _current().dead_workers.get(0)
+
+
 # -- the end
 
 
@@ -760,13 +839,13 @@ def test_an_error_after_which_the_device_works_is_the_operators_own(accelerator:
 def test_shutdown_while_the_device_works_leaves_nothing(accelerator: Board, held: str) -> None:
     x = torch.ones(LARGE, device="dtorch:0")
     with accelerator[0].held(held):
-        fetch = Background(lambda: (x * 2).cpu())
-        until(lambda: dtorch.worker_stats(0)["loans"] == 1)
+        fetch = (x * 2).to_torch_async()
+        assert dtorch.worker_stats(0)["loans"] == 1
         up = torch.ones(LARGE).to("dtorch:0")
         pids = set(_current().pids().values())
         dtorch.shutdown()
         assert not processes.wait_gone(pids, 2)
     with pytest.raises(dtorch.EngineError):
-        fetch.result()
+        fetch.get(PATIENCE)
     del up
     assert not _mappings("dtorch-staging")

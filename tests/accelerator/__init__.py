@@ -30,9 +30,23 @@ BOARD: Final = "DTORCH_TEST_ACCELERATOR"
 LIBRARY: Final = "DTORCH_TEST_ACCELERATOR_LIBRARY"
 
 #: As ``device.cpp`` numbers them.
-SLOTS: Final = (
-    "hold_compute hold_fetch fail limit lends kernels waits fetched uploaded pageable locked reached lent taken"
-).split()
+SLOTS: Final = [
+    "hold_compute",
+    "hold_fetch",
+    "fail",
+    "limit",
+    "lends",
+    "kernels",
+    "waits",
+    "fetched",
+    "uploaded",
+    "pageable",
+    "locked",
+    "reached",
+    "lent",
+    "taken",
+    "refuse",
+]
 _PER_WORKER: Final = 32
 
 
@@ -96,7 +110,7 @@ class Worker:
 
     def reset(self) -> None:
         """Let go, mend and lift what a test has held, broken and limited; counters stay."""
-        for name in ("hold_compute", "hold_fetch", "fail", "limit", "lends"):
+        for name in ("hold_compute", "hold_fetch", "fail", "limit", "lends", "refuse"):
             setattr(self, name, 0)
 
 

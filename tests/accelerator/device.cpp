@@ -72,6 +72,7 @@ enum Slot {
   Reached,      // the last event for another worker that was reached
   Lent,         // tensors lent to another worker
   Taken,        // copies of what another one lent, queued
+  Refuse,       // set by the test: what the executor asks of Python raises
 };
 constexpr int kSlots = 32;
 
@@ -577,6 +578,8 @@ void accelerator_start(int worker) {
   me = worker;
   std::thread(device_thread).detach();
 }
+
+int accelerator_refuses() { return slot(Refuse) != 0; }
 
 void accelerator_lock(const void* p, size_t n) {
   std::lock_guard lock(mu);
