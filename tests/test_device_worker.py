@@ -185,15 +185,7 @@ def _sparse(on: Device) -> Any:
     dense = on(30, 20).relu()
     coo = torch.sparse_coo_tensor(on.indices(5, 2, 9), on(9), (5, 5)).coalesce()
     csr = dense.to_sparse_csr()
-    return [
-        dense.to_sparse(),
-        csr.values(),
-        csr.to_dense(),
-        csr.mm(on(20, 3)),
-        coo,
-        torch.sparse.mm(coo, on(5, 3)),
-        coo.to_dense(),
-    ]
+    return [dense.to_sparse(), csr.values(), csr.to_dense(), coo, coo.to_dense(), torch.sparse.mm(coo, on(5, 3))]
 
 
 @named(
@@ -569,7 +561,7 @@ def test_memory_that_a_fetch_holds_is_waited_for(accelerator: Board, how: str) -
     kernels, fetched = device.kernels, device.fetched
     del x
     if how == "operator":
-        y = there[:1].to("dtorch:0").repeat(1 << 20)
+        y = there[:1].to("dtorch:0").expand(1 << 20) + 0
     elif how == "upload":
         y = torch.ones(1 << 20).to("dtorch:0")
     elif how == "allocation":

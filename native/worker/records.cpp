@@ -336,14 +336,16 @@ void Executor::op(mp::Reader& in) {
       torch::jit::Stack stack;
       call_boxed(*op, d, stack, donor.defined() ? &donor : nullptr, made_);
     };
-    try {
-      run();
-    } catch (const c10::OutOfMemoryError&) {
-      // On the host the allocator itself waits for releases (memory.h). What writes its arguments is not done twice.
-      if (on_host() || !op->mutates.empty() || !await_releases()) throw;
+    for (;;) {
+      try {
+        run();
+        break;
+      } catch (const c10::OutOfMemoryError&) {
+        // On the host the allocator itself waits for releases (memory.h). What writes its arguments is not done twice.
+        if (on_host() || !op->mutates.empty() || !await_releases()) throw;
+      }
       in = args;
       made_.clear();
-      run();
     }
     cause = d.poison();
   } catch (...) {

@@ -378,9 +378,7 @@ void Allocator::release(void* p) {
   Freed f{*b, {}};
   for (auto* q : b->used_on)
     if (q != queues) f.until.push_back({q, q->issued});
-  // A copy that is queued on the default stream still finds its memory: whoever gets it next comes behind in that stream.
-  bool queued = std::any_of(queues[0].work.begin(), queues[0].work.end(), [](auto& w) { return !w.ran && w.run; });
-  if (queued) f.until.push_back({&queues[0], queues[0].issued});
+  // In the default stream whoever gets it next comes behind, as with CUDA's allocator.
   if (!f.until.empty()) return a.waiting.push_back(std::move(f));
   wipe(*b);
   a.kept.emplace(b->size, b->data);
