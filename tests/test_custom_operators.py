@@ -165,7 +165,7 @@ def test_without_a_fake_kernel_it_is_raised_at_the_call() -> None:
         ("leaving", "SystemExit: 3"),
         ("mistaken", r"gave Float\[6\] where its fake kernel says Float\[3\]; correct the one"),
         ("nothing", "returned None where its schema says Tensor"),
-        ("elsewhere", "the dtorch device holds dense tensors only"),
+        ("elsewhere", "where dtorch holds dense ones only"),
     ],
 )
 def test_a_mistaken_operator_does_not_end_the_worker(imported: Engine, name: str, text: str) -> None:

@@ -47,6 +47,8 @@ from dtorch.protocol import VERSION, Message
 #: Seconds that the controller gets to end everything before its whole session is killed. The controller needs its
 #: workers' grace (0.5 s) and some more; ENG-2 leaves no more than this.
 SHUTDOWN_PATIENCE: Final = 1.5
+#: What Python runs as the controller. Tests have one whose workers are of their own kind.
+CONTROLLER: Final = ["-m", "dtorch.controller"]
 #: Bytes of the controller's stderr that are shown when it died.
 LAST_BYTES: Final = 8 * 1024
 
@@ -166,7 +168,7 @@ class Engine:
         }
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dtorch.controller", *(f"--{name}={value}" for name, value in options.items())],
+                [sys.executable, *CONTROLLER, *(f"--{name}={value}" for name, value in options.items())],
                 stdin=subprocess.PIPE,  # never written to: it closes with this process, which the controller watches
                 stdout=self._errors,
                 stderr=self._errors,

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
+from typing import Any
 
 import msgpack
 import torch
@@ -33,24 +34,35 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
 
     ``threads`` is the number of threads an operator may use on the CPU. ``device`` is "cpu" or "cuda".
     """
-    posix.die_with_parent(_FORK_SERVER)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name = f"worker-{worker}"
-    posix.set_name(f"dtorch-{name}")
-    take_output(directory, name)
-    faulthandler.enable()
+    bind(directory, worker)
     hooks: cuda.Hooks | None = None
     if device == "cuda":
         hooks = cuda.Hooks(worker)
         device = f"cuda:{hooks.device}"
     elif device != "cpu":
         raise ValueError(f"a worker for device {device!r} cannot be: it is 'cpu' or 'cuda'")
+    work(directory, worker, threads, device, hooks)
+
+
+def bind(directory: str, worker: int) -> None:
+    """What comes first: the bond to the parent, the name, the output."""
+    posix.die_with_parent(_FORK_SERVER)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name = f"worker-{worker}"
+    posix.set_name(f"dtorch-{name}")
+    take_output(directory, name)
+    faulthandler.enable()
+
+
+def work(directory: str, worker: int, threads: int, device: str, hooks: Any) -> None:
+    """Connect, and run the executor on a device of PyTorch's ("cuda:1"); ``hooks`` is None where that is the CPU."""
     torch.set_num_threads(threads)
     try:
         torch.set_num_interop_threads(1)
     except RuntimeError:
         pass  # torch allows it only before its pool exists; one that exists idles
 
+    name = f"worker-{worker}"
     replies = _connect_replies(directory, name)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -67,10 +79,10 @@ def main(directory: str, worker: int, threads: int, device: str) -> None:
         dealer.linger = 1000  # ms: the client is to hear the reason
         raise
     finally:
+        dealer.close()
+        context.term()  # waits for what lingers
         if hooks is not None:
             hooks.close()
-        dealer.close()
-    context.term()
 
 
 def _connect_replies(directory: str, name: str) -> int:

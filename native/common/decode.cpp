@@ -129,7 +129,7 @@ at::Tensor Decoder::tensor() {
         if (!poison_) poison_ = s.poison;
         return at::Tensor();
       }
-      needs_dispatch_ = needs_dispatch_ || g.flags != 0;
+      needs_dispatch_ = needs_dispatch_ || g.flags != 0 || (!on_host() && s.first.is_cpu());
       return view_of(s.first, g);
     }
     case mp::Kind::Ext: {

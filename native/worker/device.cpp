@@ -36,7 +36,13 @@ void compute_on(const std::string& device) {
 
 at::Tensor make_empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype) {
   if (__builtin_expect(on_host(), 1)) return at::detail::empty_strided_cpu(sizes, strides, dtype);
-  return at::empty_strided(sizes, strides, at::TensorOptions(dtype).device(computing.device));
+  for (;;) {
+    try {
+      return at::empty_strided(sizes, strides, at::TensorOptions(dtype).device(computing.device));
+    } catch (const c10::OutOfMemoryError&) {
+      if (!relieve_pressure()) throw;
+    }
+  }
 }
 
 at::Tensor make_bytes(size_t n, c10::Device where) {

@@ -18,7 +18,7 @@ namespace dtorch::worker {
 // Makes "cpu" or "cuda:1" the device of this process.
 void compute_on(const std::string& device);
 
-// A new tensor where this worker computes.
+// A new tensor where this worker computes. Where memory is short it waits for some, as the allocator does on the host.
 at::Tensor make_empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype);
 inline at::Tensor make_empty(const Geometry& g) { return make_empty(g.sizes, g.strides, g.dtype); }
 // One of n bytes, beside another.

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <optional>
 #include <utility>
 
 #include "worker/device_python.h"
@@ -40,8 +41,11 @@ int Executor::run() {
   while (!exit_) {
     drain();
     if (exit_) break;
-    if (!pending_.empty()) settle();
-    if (lost_told_) throw std::runtime_error("the device works no longer");
+    if (works_behind()) settle();
+    if (lost_told_) {
+      lose(lost_);
+      throw std::runtime_error("the device works no longer");
+    }
     if (returned_.any()) return_borrowed();
     if (batches_.empty()) {
       if (!wait_readable()) return 1;
@@ -56,11 +60,11 @@ int Executor::run() {
 bool Executor::wait_readable() {
   zmq::PollItem items[2] = {{socket_, 0, zmq::kPollIn, 0}, {nullptr, parent_fd_, zmq::kPollIn, 0}};
   int n = parent_fd_ >= 0 ? 2 : 1;
-  uint64_t start = pending_.empty() ? 0 : now_ns();
+  uint64_t start = works_behind() ? now_ns() : 0;
   for (;;) {
-    api_.poll(items, n, pending_.empty() ? -1 : now_ns() - start < kSpinNs ? 0 : 1);
+    api_.poll(items, n, !works_behind() ? -1 : now_ns() - start < kSpinNs ? 0 : 1);
     if (n == 2 && items[1].revents) parent_gone_ = true;
-    if (parent_gone_ || items[0].revents || pending_.empty()) return !parent_gone_;
+    if (parent_gone_ || items[0].revents || !works_behind()) return !parent_gone_;
     settle();
     if (lost_told_ || returned_.any()) return true;
   }
@@ -117,7 +121,11 @@ void Executor::receive_one(zmq::Frame& head) {
     case Message::PEER_DIED: {
       int worker = static_cast<int>(in.integer());
       dead_peers_[worker] = std::string(in.str());
-      if (!on_host()) forget_peer(worker);
+      if (!on_host()) try {
+          forget_peer(worker);
+        } catch (...) {
+          note_failure(cause_of("internal", "closing a dead worker's memory", "", 0));
+        }
       return;
     }
     case Message::FREED: {
@@ -125,7 +133,11 @@ void Executor::receive_one(zmq::Frame& head) {
       in.skip();
       std::vector<std::string> handles;
       for (size_t i = in.array(); i-- > 0;) handles.emplace_back(in.bin());
-      close_allocations(source, handles);
+      try {
+        close_allocations(source, handles);
+      } catch (...) {
+        note_failure(cause_of("internal", "closing another worker's memory", "", 0));
+      }
       return;
     }
     case Message::EXIT: exit_ = true; return;
@@ -210,11 +222,12 @@ bool Executor::await_releases() {
   } note{this, start};
   do {
     drain();
+    if (works_behind()) settle();  // what is being fetched or sent keeps its memory
     if (returned_.any()) return_borrowed();
     if (allocated() < before) return true;
-    if (exit_) return false;
+    if (exit_ || lost_) return false;
     zmq::PollItem item{socket_, 0, zmq::kPollIn, 0};
-    api_.poll(&item, 1, 5);
+    api_.poll(&item, 1, works_behind() ? 1 : 5);
   } while (now_ns() - start < kPatienceNs);
   return false;
 }
@@ -329,38 +342,38 @@ void Executor::return_borrowed() {
 
 // --- accelerators ----------------------------------------------------------------------------------------------------
 
-void Executor::when_done(const c10::Stream& stream, uint64_t request, std::function<void()> then) {
-  pending_.push_back({now_on(stream), std::move(then), request});
+void Executor::when_done(Stream stream, Then then) {
+  std::optional<c10::Event> reached;
+  try {
+    reached.emplace(now_on(stream == Compute ? compute_stream() : fetch_stream()));
+  } catch (...) {
+    return then(cause_of("op", "work on " + computing.device.str(), "", 0));
+  }
+  pending_[stream].push_back({std::move(*reached), std::move(then)});
 }
 
+// What is done here may wait for memory, and come here again.
 void Executor::settle() {
-  try {
-    for (auto p = pending_.begin(); p != pending_.end();) {
-      if (!p->reached.query()) {
-        ++p;
-        continue;
+  for (auto& pending : pending_)
+    while (!pending.empty()) {
+      try {
+        if (!pending.front().reached.query()) break;
+      } catch (...) {
+        return lose(cause_of("op", "work on " + computing.device.str(), "", 0));
       }
-      auto then = std::move(p->then);
-      p = pending_.erase(p);
-      then();
+      auto then = std::move(pending.front().then);
+      pending.pop_front();
+      then(nullptr);
     }
-  } catch (const mp::FormatError&) {
-    throw;
-  } catch (...) {
-    lose(cause_of("op", "work on " + computing.device.str(), "", 0));
-  }
 }
 
 void Executor::lose(const CausePtr& cause) {
   if (!lost_) lost_ = cause;
-  for (auto& p : std::exchange(pending_, {}))
-    if (p.request) {
-      answer_error(p.request, lost_);
-      lost_told_ = true;
-    }
+  for (auto& pending : pending_)
+    for (auto& p : std::exchange(pending, {})) p.then(lost_);
 }
 
-void Executor::execute_lost(mp::Reader& in) {
+void Executor::refuse(mp::Reader& in, const CausePtr& cause) {
   size_t fields = in.array() - 2;
   auto kind = static_cast<Record>(in.integer());
   in.skip();
@@ -373,10 +386,15 @@ void Executor::execute_lost(mp::Reader& in) {
     case Record::EVENT:
     case Record::READ:
     case Record::IMPORT:
-      answer_error(in.uint(), lost_);
-      lost_told_ = true;
+      answer_error(in.uint(), cause);
       --fields;
       break;
+    case Record::SEND: {
+      uint64_t transfer = in.uint();
+      send_cause(transfer, in.uint(), cause);
+      fields -= 2;
+      break;
+    }
     default: break;
   }
   while (fields-- > 0) in.skip();
@@ -386,21 +404,24 @@ at::Tensor Executor::to_device(const at::Tensor& host) {
   if (on_host()) return host;
   auto t = make_empty(host.sizes(), host.strides(), host.scalar_type());
   t.copy_(host, /*non_blocking=*/true);
-  when_done(compute_stream(), 0, [host] {});
+  when_done(Compute, [host](const CausePtr&) {});
   return t;
 }
 
-void Executor::fetch_from_device(const at::Tensor& t, uint64_t request, std::function<void(const at::Tensor&)> then) {
+void Executor::fetch_from_device(const at::Tensor& t, std::function<void(const at::Tensor&, const CausePtr&)> then) {
   auto host = stage({t.scalar_type(), Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end())});
   uint64_t loan = lend(t.storage(), /*to_peer=*/true);  // its memory is neither reused nor written until it was read
-  fetch_after_computing();
-  {
+  try {
+    fetch_after_computing();
     c10::StreamGuard on(fetch_stream());
     host.copy_(t, /*non_blocking=*/true);
-  }
-  when_done(fetch_stream(), request, [this, loan, host, then = std::move(then)] {
+  } catch (...) {
     give_back(loan);
-    then(host);
+    throw;
+  }
+  when_done(Fetch, [this, loan, host, then = std::move(then)](const CausePtr& lost) {
+    give_back(loan);
+    then(host, lost);
   });
 }
 
@@ -432,7 +453,7 @@ void Executor::execute_front() {
     unseen_ = 0;
     if (now_ns() - last_drain_ > kDrainNs) {
       drain();
-      if (__builtin_expect(!pending_.empty(), 0)) settle();
+      if (__builtin_expect(works_behind(), 0)) settle();
       if (exit_ || parent_gone_ || lost_told_) return;
     }
   }

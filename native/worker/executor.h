@@ -13,8 +13,8 @@
 // EXE-5  No exception leaves the loop but for a broken connection or a malformed record, which end the process.
 // EXE-6  On an accelerator no record waits for the device. What an answer needs to have been done is waited for by an event,
 //        looked at between operators; a tensor that is being fetched or sent is lent meanwhile, so nothing writes it (SHM-2).
-// EXE-7  An error after which the device does not work (a CUDA device assert) fails all that follows with its cause; once the
-//        client has been told the process ends.
+// EXE-7  An error after which the device does not work (a CUDA device assert) fails all that is under way and all that follows
+//        with its cause, for other workers too; once the client has been told the process ends.
 #pragma once
 
 #include <atomic>
@@ -78,12 +78,14 @@ class Executor {
     ~Borrowed();
   };
   static void end_borrowed(void* borrowed);
-  // What is to happen when an accelerator has come so far: an answer goes out, memory is needed no longer.
+  // What is to happen when an accelerator has come so far: an answer goes out, memory is needed no longer. It is given the
+  // reason where the device will not come there, else null, and throws nothing.
+  using Then = std::function<void(const CausePtr& lost)>;
   struct Pending {
     c10::Event reached;
-    std::function<void()> then;
-    uint64_t request;  // to be answered with an error if the device is lost; 0: none
+    Then then;
   };
+  enum Stream { Compute, Fetch };
   // An uploaded segment that is the worker's now, memory of its tensors until the storage goes.
   struct Adopted {
     Executor* executor;
@@ -103,10 +105,11 @@ class Executor {
   void answer(const Buffer& b);  // to the client: VALUE, META, DONE, ERROR, RETURNED
 
   // --- accelerators work behind (EXE-6)
-  void when_done(const c10::Stream& stream, uint64_t request, std::function<void()> then);
-  void settle();                    // does what has become due
-  void lose(const CausePtr& cause); // the device works no longer
-  void execute_lost(mp::Reader& in);
+  void when_done(Stream stream, Then then);
+  bool works_behind() const { return !pending_[Compute].empty() || !pending_[Fetch].empty(); }
+  void settle();                     // does what has become due
+  void lose(const CausePtr& cause);  // the device works no longer
+  void refuse(mp::Reader& in, const CausePtr& cause);  // in place of executing it: who waits for it is told
   at::Tensor to_device(const at::Tensor& host);  // a copy where the worker computes; `host` is held until it was read
 
   // --- releases
@@ -126,6 +129,7 @@ class Executor {
   // --- records
   void execute_front();
   void execute(mp::Reader& in);
+  void perform(mp::Reader& in);
   void op(mp::Reader& in);
   at::Tensor find_donor(const Operator& op, mp::Reader args, uint64_t* id);
   void look_ahead(mp::Reader args);
@@ -168,7 +172,9 @@ class Executor {
   void value(uint64_t request, const at::Tensor& t);  // answers a FETCH
   bool device_payload(Buffer& b, const at::Tensor& t, int dest);
   // Copies an accelerator's tensor to the host beside what it computes; `then` gets the copy.
-  void fetch_from_device(const at::Tensor& t, uint64_t request, std::function<void(const at::Tensor&)> then);
+  void fetch_from_device(const at::Tensor& t, std::function<void(const at::Tensor&, const CausePtr& lost)> then);
+  void answer_value(uint64_t request, const at::Tensor& t);  // value(), or the error of it
+  void send_cause(uint64_t transfer, uint64_t dest, const CausePtr& cause);  // in place of a tensor
   static bool shared_part(const at::Tensor& t, int* fd, size_t* offset);
   void made(uint64_t storage, at::Tensor t, uint64_t site);
   void note_failure(const CausePtr& cause);
@@ -226,7 +232,7 @@ class Executor {
   std::unordered_multimap<c10::StorageImpl*, uint64_t> lent_;     // their tokens by storage
   std::unordered_set<c10::StorageImpl*> clients_;                 // lent, and held by no one but the client
   uint64_t next_token_ = uint64_t{1} << 62;
-  std::deque<Pending> pending_;
+  std::deque<Pending> pending_[2];  // by Stream, in its order
   size_t device_limit_ = 0;  // bytes that the client allows on an accelerator; 0: all
   CausePtr lost_;           // why the device works no longer
   bool lost_told_ = false;  // the client knows; the process ends

@@ -155,6 +155,8 @@ size_t empty_cache() {
 
 void set_pressure_hook(std::function<bool()> hook) { pressure_hook = std::move(hook); }
 
+bool relieve_pressure() { return pressure_hook && pressure_hook(); }
+
 void install_allocator() {
   static Allocator allocator;
   c10::SetCPUAllocator(&allocator, /*priority=*/100);

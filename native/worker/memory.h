@@ -41,5 +41,7 @@ void lend_memory(int64_t n);
 size_t empty_cache();
 // Called on the thread that sets it when an allocation does not succeed; true: something was freed, try again.
 void set_pressure_hook(std::function<bool()> hook);
+// Calls it, for memory of another kind.
+bool relieve_pressure();
 
 }  // namespace dtorch::worker

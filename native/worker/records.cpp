@@ -106,6 +106,15 @@ std::string describe(const at::Tensor& t) {
   return out.str();
 }
 
+// A TRANSFER up to its payload.
+void begin_transfer(Buffer& b, uint64_t transfer, int source, uint64_t dest) {
+  mp::put_array(b, 5);
+  b.push(static_cast<uint8_t>(Message::TRANSFER));
+  mp::put_uint(b, transfer);
+  mp::put_int(b, source);
+  mp::put_uint(b, dest);
+}
+
 size_t bytes_of(const at::Tensor& t) { return static_cast<size_t>(t.numel()) * static_cast<size_t>(t.element_size()); }
 
 }  // namespace
@@ -179,6 +188,7 @@ void Executor::poison(uint64_t storage, const CausePtr& cause) {
 
 void Executor::answer_error(uint64_t request, const CausePtr& cause) {
   cause->reported = true;
+  lost_told_ |= cause == lost_ && lost_;
   out_.clear();
   mp::put_array(out_, 4);
   out_.push(static_cast<uint8_t>(Message::ERROR));
@@ -201,7 +211,20 @@ void Executor::answer_done(uint64_t request) {
 // --- operators -------------------------------------------------------------------------------------------------------
 
 void Executor::execute(mp::Reader& in) {
-  if (__builtin_expect(lost_ != nullptr, 0)) return execute_lost(in);
+  if (__builtin_expect(on_host(), 1)) return perform(in);
+  if (lost_) return refuse(in, lost_);
+  mp::Reader start = in;
+  try {
+    perform(in);
+  } catch (...) {  // of the device's own calls, which fail where the CPU's cannot
+    auto cause = cause_of("internal", "a record", "", 0);
+    note_failure(cause);
+    in = start;
+    refuse(in, cause);
+  }
+}
+
+void Executor::perform(mp::Reader& in) {
   in.array();
   auto kind = static_cast<Record>(in.integer());
   in.integer();  // the worker: the controller has routed by it
@@ -313,14 +336,16 @@ void Executor::op(mp::Reader& in) {
       torch::jit::Stack stack;
       call_boxed(*op, d, stack, donor.defined() ? &donor : nullptr, made_);
     };
-    try {
-      run();
-    } catch (const c10::OutOfMemoryError&) {
-      // On the host the allocator itself waits for releases (memory.h). What writes its arguments is not done twice.
-      if (on_host() || !op->mutates.empty() || !await_releases()) throw;
+    for (;;) {
+      try {
+        run();
+        break;
+      } catch (const c10::OutOfMemoryError&) {
+        // On the host the allocator itself waits for releases (memory.h). What writes its arguments is not done twice.
+        if (on_host() || !op->mutates.empty() || !await_releases()) throw;
+      }
       in = args;
       made_.clear();
-      run();
     }
     cause = d.poison();
   } catch (...) {
@@ -631,12 +656,24 @@ void Executor::fetch(mp::Reader& in) {
     if (!cause) {
       t = handed_over(t);
       if (t.is_cpu()) return value(request, t);
-      return fetch_from_device(t, request, [this, request](const at::Tensor& host) { value(request, host); });
+      return fetch_from_device(t, [this, request](const at::Tensor& host, const CausePtr& lost) {
+        lost ? answer_error(request, lost) : answer_value(request, host);
+      });
     }
   } catch (...) {
     cause = cause_of("internal", "fetching a value", "", site);
     in = start;
     in.skip();
+  }
+  answer_error(request, cause);
+}
+
+void Executor::answer_value(uint64_t request, const at::Tensor& t) {
+  CausePtr cause;
+  try {
+    return value(request, t);
+  } catch (...) {
+    cause = cause_of("internal", "fetching a value", "", 0);
   }
   answer_error(request, cause);
 }
@@ -662,12 +699,7 @@ void Executor::send_tensor(mp::Reader& in) {
   CausePtr cause;
   mp::Reader start = in;
   Buffer b;
-  mp::put_array(b, 5);
-  b.push(static_cast<uint8_t>(Message::TRANSFER));
-  mp::put_uint(b, transfer);
-  mp::put_int(b, worker_);
-  mp::put_uint(b, dest);
-  size_t head = b.size();
+  begin_transfer(b, transfer, worker_, dest);
   try {
     Decoder d(in, store_, generators_);
     auto t = d.tensor();
@@ -675,9 +707,15 @@ void Executor::send_tensor(mp::Reader& in) {
     if (!cause) {
       t = handed_over(t);
       if (!t.is_cpu() && !device_payload(b, t, static_cast<int>(dest)))
-        return fetch_from_device(t, 0, [this, b = std::make_shared<Buffer>(std::move(b))](const at::Tensor& host) {
-          payload(*b, host, /*to_peer=*/true);
-          reply(*b);
+        return fetch_from_device(t, [this, transfer, dest, site, b = std::make_shared<Buffer>(std::move(b))](
+                                        const at::Tensor& host, const CausePtr& lost) {
+          CausePtr cause = lost;
+          try {
+            if (!cause) payload(*b, host, /*to_peer=*/true);
+          } catch (...) {
+            cause = cause_of("internal", "a copy between workers", "", site);
+          }
+          cause ? send_cause(transfer, dest, cause) : reply(*b);
         });
       if (t.is_cpu()) payload(b, t, /*to_peer=*/true);
     }
@@ -686,10 +724,13 @@ void Executor::send_tensor(mp::Reader& in) {
     in = start;
     in.skip();
   }
-  if (cause) {  // the cause travels in place of the value
-    b.truncate(head);
-    b.append(cause->error.data(), cause->error.size());
-  }
+  cause ? send_cause(transfer, dest, cause) : reply(b);
+}
+
+void Executor::send_cause(uint64_t transfer, uint64_t dest, const CausePtr& cause) {
+  Buffer b;
+  begin_transfer(b, transfer, worker_, dest);
+  b.append(cause->error.data(), cause->error.size());
   reply(b);
 }
 
@@ -707,7 +748,7 @@ void Executor::recv_tensor(mp::Reader& in) {
       return poison(storage, cause);
     }
     if (returned_.any()) return_borrowed();
-    if (exit_ || !wait_readable()) return;
+    if (exit_ || lost_ || !wait_readable()) return;
     drain();
     it = incoming_.find(transfer);
   }
@@ -740,8 +781,14 @@ void Executor::recv_tensor(mp::Reader& in) {
       std::shared_ptr<Borrowed> borrowed(new Borrowed{this, {}, p.uint(), source});  // gives the loan back, copied or not
       at::Tensor t = make_empty(g);
       TORCH_CHECK(n == bytes_of(t), "a copy of ", bytes_of(t), " bytes came with ", n);
-      copy_lent(source, t.mutable_data_ptr(), n, lent);
-      when_done(compute_stream(), 0, [borrowed] {});
+      try {
+        copy_lent(source, t.mutable_data_ptr(), n, lent);
+      } catch (...) {
+        drain();  // was it because its owner is gone?
+        if (!dead_peers_.count(source)) throw;
+        return poison(storage, make_cause("peer", "WorkerDied", dead_peers_[source], "a copy between workers", "", site));
+      }
+      when_done(Compute, [borrowed](const CausePtr&) {});
       return made(storage, t, site);
     }
     int pid = static_cast<int>(p.integer()), fd = static_cast<int>(p.integer());
@@ -834,7 +881,7 @@ void Executor::sync(mp::Reader& in) {
     return answer_error(request, cause);
   }
   if (on_host()) answer_done(request);
-  else when_done(compute_stream(), request, [this, request] { answer_done(request); });
+  else when_done(Compute, [this, request](const CausePtr& lost) { lost ? answer_error(request, lost) : answer_done(request); });
 }
 
 void Executor::event(mp::Reader& in) {
@@ -849,7 +896,7 @@ void Executor::event(mp::Reader& in) {
     answer(out_);
   };
   if (on_host()) happened();
-  else when_done(compute_stream(), request, happened);
+  else when_done(Compute, [this, request, happened](const CausePtr& lost) { lost ? answer_error(request, lost) : happened(); });
 }
 
 void Executor::stats(mp::Reader& in) {

@@ -126,8 +126,9 @@ size_t staged_bytes() {
 
 void drop_staging() {
   auto& b = buffers();
+  decltype(b.kept) dropped;  // without the lock: unlocking asks Python, whose lock another thread may hold that is in end()
   std::lock_guard lock(b.mu);
-  b.kept.clear();
+  dropped.swap(b.kept);
   b.kept_bytes = 0;
 }
 
