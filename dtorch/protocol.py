@@ -123,7 +123,7 @@ MESSAGE_DOCS: Final[dict[Message, str]] = {
     Message.DONE: "The answer to SYNC, RNG_GET, STATS, EVENT, READ and IMPORT.",
     Message.ERROR: "The answer to a request that failed, or whose tensor an earlier failure poisoned.",
     Message.RETURNED: "The worker needs an uploaded segment no longer; the client may fill it again.",
-    Message.FREED: "Memory that `source` lent to `dest` goes; the controller tells `dest`, which closes these handles.",
+    Message.FREED: "Memory lent to `dest` goes: it closes these handles, and says so by one without any. Passed on.",
     Message.READY: "The controller answers HELLO; the session is open although workers may still be starting.",
     Message.REFUSED: "The controller answers HELLO with why it will not serve this client.",
     Message.WORKER_DIED: "A worker ended: its exit status in words and the last lines it printed (WIRE-4).",

@@ -9,11 +9,13 @@ import copy
 import gc
 import inspect
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import processes
 import pytest
 import torch
 from mistakes import computed
@@ -111,6 +113,11 @@ def in_place(change: Callable[[torch.Tensor, Device], object]) -> Program:
     values_written=in_place(lambda t, d: t._values().add_(1)),
     resized=in_place(lambda t, d: t.sparse_resize_((5, 4), 2, 0)),
     out=in_place(lambda t, d: torch.mul(coo(d).coalesce(), coo(d).coalesce(), out=t)),
+    out_itself=in_place(lambda t, d: torch.mul(t, 2, out=t)),
+    out_of_a_function=in_place(lambda t, d: torch.sin(coo(d).coalesce(), out=t)),
+    out_of_more_elements=in_place(lambda t, d: torch.sin(some(d, 3, 4).to_sparse(), out=t)),
+    list_of_itself=in_place(lambda t, d: torch._foreach_mul_([t], 2.0)),
+    held_parts=in_place(lambda t, d: (t._values(), t.mul_(3))[0].add_(1)),
 )
 def test_coo_in_place(program: Program) -> None:
     same(program)
@@ -123,6 +130,49 @@ def test_compressed_layouts(layout: torch.layout) -> None:
         return [t, t.to_dense(), t.clone(), t._nnz(), t.to_sparse_coo(), t.to(torch.float64), t.values()]
 
     same(program)
+
+
+@pytest.mark.parametrize("layout", COMPRESSED, ids=str)
+def test_compressed_layouts_twice_in_a_call_and_resized(layout: torch.layout) -> None:
+    def program(d: Device) -> list[object]:
+        t, u = compressed(d, layout), compressed(d, layout)
+        twice = [t + t, t.add_(t), torch.add(t, t, alpha=2)]
+        u.resize_(8, 6)
+        return [*twice, t, u, list(sparse_parts(u).values())]
+
+    same(program)
+
+
+def alias_of(make: Callable[[Device], torch.Tensor], part: Callable[[torch.Tensor], torch.Tensor]) -> Program:
+    """A tensor, and what is made of it, after what is made was written."""
+
+    def program(d: Device) -> list[object]:
+        source = make(d)
+        made = part(source)
+        (made if made.layout == torch.strided else made._values() if made.is_sparse else made.values()).add_(1)
+        return [source, made]
+
+    return program
+
+
+@named(
+    select=alias_of(lambda d: compressed(d, torch.sparse_csr), lambda t: t.to_sparse_coo()),
+    to_csr=alias_of(lambda d: some(d, 4, 5).to_sparse(), lambda t: t.to_sparse_csr()),
+    masked=alias_of(lambda d: compressed(d, torch.sparse_csr), lambda t: t.sparse_mask(t)),
+    of_batch=alias_of(lambda d: torch.stack([d(3, 4), d(3, 4)]).to_sparse_csr(), lambda t: t[1]),
+)
+def test_results_stand_on_the_arguments_memory_where_eagers_do(program: Program) -> None:
+    same(program)
+
+
+@named(
+    linear=lambda d: nn.functional.linear(d(2, 6), compressed(d, torch.sparse_csr)),
+    linear_bias=lambda d: nn.functional.linear(d(2, 6), compressed(d, torch.sparse_csr), d(4)),
+    smm=lambda d: torch.smm(coo(d), d(4, 2)),
+)
+def test_dense_operators_with_a_sparse_argument(program: Program) -> None:
+    with torch.no_grad():
+        same(program)
 
 
 @named(
@@ -268,6 +318,50 @@ def test_a_failure_goes_through_sparse_tensors_and_names_its_line() -> None:
     assert failure.value.lineno == line + 4
     with pytest.raises(dtorch.RemoteError, match="index out of range"):
         torch.sparse_coo_tensor(d.put([[0, 1], [1, 1]]), values, (3, 4)).coalesce()
+
+
+def test_an_index_outside_writes_into_no_other_tensor() -> None:
+    table = nn.Embedding(1000, 16, sparse=True).to("dtorch")
+    steps = torch.optim.SGD(table.parameters(), lr=1.0)
+    others = [torch.zeros(1000, 16, device="dtorch") for _ in range(4)]
+    for k in (3, 4, 1500, 3000, 5000):
+        steps.zero_grad()
+        table(computed([k])).sum().backward()
+        steps.step()
+    assert all(t.abs().sum().item() == 0 for t in others)
+    with pytest.raises(dtorch.RemoteError, match=r"out of (range|bounds)"):
+        table.weight.sum().item()
+
+
+def test_a_module_with_a_compressed_parameter_moves() -> None:
+    module = nn.Linear(6, 4)
+    module.weight = nn.Parameter(torch.eye(4, 6).to_sparse_csr(), requires_grad=False)
+    x = torch.rand(2, 6)
+    want = module(x)
+    module.to("dtorch")
+    assert torch.equal(module(x.to("dtorch")).cpu(), want)
+
+
+def test_in_a_forked_child_nothing_waits() -> None:
+    t = coo(Device("dtorch"))
+    child = os.fork()
+    if child == 0:
+        try:
+            t.sum()
+        except dtorch.EngineError:
+            os._exit(7)
+        os._exit(1)
+    assert processes.wait_until(lambda: os.waitpid(child, os.WNOHANG) == (child, 7 << 8), 20)
+
+
+def test_a_tensor_of_an_engine_that_ended_starts_none(no_engine: None) -> None:
+    dtorch.init(workers=1, device="cpu")
+    t = coo(Device("dtorch"))
+    dtorch.shutdown()
+    for use in (lambda: t.clone(), lambda: t.coalesce(), lambda: t + t):
+        with pytest.raises(dtorch.EngineError):
+            use()
+    assert not dtorch.is_initialized()
 
 
 def test_the_step_of_a_sparse_optimizer_waits_only_to_coalesce() -> None:

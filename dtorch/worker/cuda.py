@@ -201,7 +201,10 @@ def peer_memory(device: int) -> PeerMemory:
         return PeerMemory(Driver(device), device)
     except (ImportError, OSError, RuntimeError) as error:
         memory = PeerMemory(None, device)
-        memory.refuse(f"{type(error).__name__}: {error} (CuPy: pip install cupy-cuda12x)")
+        import torch
+
+        version = (torch.version.cuda or "13").partition(".")[0]
+        memory.refuse(f"{type(error).__name__}: {error} (CuPy: pip install cupy-cuda{version}x)")
         return memory
 
 

@@ -121,6 +121,7 @@ void Executor::receive_one(zmq::Frame& head) {
     case Message::PEER_DIED: {
       int worker = static_cast<int>(in.integer());
       dead_peers_[worker] = std::string(in.str());
+      awaited_closers_.erase(worker);
       if (!on_host()) try {
           forget_peer(worker);
         } catch (...) {
@@ -128,16 +129,21 @@ void Executor::receive_one(zmq::Frame& head) {
         }
       return;
     }
-    case Message::FREED: {
+    case Message::FREED: {  // without handles: the answer of one who has closed them
       int source = static_cast<int>(in.integer());
       in.skip();
       std::vector<std::string> handles;
       for (size_t i = in.array(); i-- > 0;) handles.emplace_back(in.bin());
+      if (handles.empty()) {
+        awaited_closers_.erase(source);
+        return;
+      }
       try {
         close_allocations(source, handles);
       } catch (...) {
         note_failure(cause_of("internal", "closing another worker's memory", "", 0));
       }
+      tell_freed(source, {});
       return;
     }
     case Message::EXIT: exit_ = true; return;

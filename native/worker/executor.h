@@ -150,6 +150,7 @@ class Executor {
   void option(mp::Reader& in);
   bool set_switch(std::string_view name, int64_t value);  // true: it is one
   void empty_all_caches();
+  void tell_freed(int peer, const std::vector<std::string>& handles);
   void event(mp::Reader& in);
   void read(mp::Reader& in);
   void import(mp::Reader& in);
@@ -228,6 +229,7 @@ class Executor {
 
   std::unordered_map<uint64_t, Incoming> incoming_;
   std::unordered_map<int, std::string> dead_peers_;
+  std::unordered_set<int> awaited_closers_;  // who is to close memory that is about to be freed
   std::unordered_map<uint64_t, Loan> loans_;                      // by token
   std::unordered_multimap<c10::StorageImpl*, uint64_t> lent_;     // their tokens by storage
   std::unordered_set<c10::StorageImpl*> clients_;                 // lent, and held by no one but the client

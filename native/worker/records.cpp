@@ -969,8 +969,19 @@ void Executor::stats(mp::Reader& in) {
   answer(b);
 }
 
-// What is free goes back to where it came from. Other workers first close what they have open of it (IPC-4); who is slow to
-// hear of it holds a part of the address space for a while.
+void Executor::tell_freed(int peer, const std::vector<std::string>& handles) {
+  out_.clear();
+  mp::put_array(out_, 4);
+  out_.push(static_cast<uint8_t>(Message::FREED));
+  mp::put_int(out_, worker_);
+  mp::put_int(out_, peer);
+  mp::put_array(out_, handles.size());
+  for (const auto& h : handles) mp::put_bin(out_, h.data(), h.size());
+  reply(out_);
+}
+
+// What is free goes back to where it came from, once other workers have closed what they have open of it: CUDA does not say
+// what else would happen (dtorch/worker/cuda.py).
 void Executor::empty_all_caches() {
   if (on_host()) {
     empty_cache();
@@ -980,15 +991,17 @@ void Executor::empty_all_caches() {
   for (auto& [token, loan] : loans_)
     if (loan.storage.device() == computing.device) lent.push_back(loan.storage.data());
   for (auto& [peer, handles] : revoked_allocations(lent)) {
-    out_.clear();
-    mp::put_array(out_, 4);
-    out_.push(static_cast<uint8_t>(Message::FREED));
-    mp::put_int(out_, worker_);
-    mp::put_int(out_, peer);
-    mp::put_array(out_, handles.size());
-    for (const auto& h : handles) mp::put_bin(out_, h.data(), h.size());
-    reply(out_);
+    if (dead_peers_.count(peer)) continue;
+    tell_freed(peer, handles);
+    awaited_closers_.insert(peer);
   }
+  constexpr uint64_t kPatienceNs = 1'000'000'000;  // a neighbour answers between two operators
+  for (uint64_t start = now_ns(); !awaited_closers_.empty() && !exit_ && now_ns() - start < kPatienceNs;) {
+    drain();
+    zmq::PollItem item{socket_, 0, zmq::kPollIn, 0};
+    if (!awaited_closers_.empty()) api_.poll(&item, 1, 5);
+  }
+  awaited_closers_.clear();
   drop_staging();
   empty_cache();
   empty_device_cache();
