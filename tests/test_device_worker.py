@@ -253,6 +253,9 @@ def test_uploads_from_pinned_memory_and_files(accelerator: Board, tmp_path: Path
     file = tmp_path / "x.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + x.numpy().tobytes())
     assert torch.equal(dtorch.load_file(file, "dtorch:1")["x"].cpu(), x)
+    assert torch.equal(x.to("dtorch:0").to("dtorch:1").cpu(), x)
+    # A copy from pageable memory would wait for what the device computes (EXE-6).
+    assert accelerator[0].pageable == accelerator[1].pageable == 0
 
 
 def test_an_upload_is_a_snapshot_though_it_happens_later(accelerator: Board) -> None:

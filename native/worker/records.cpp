@@ -566,15 +566,18 @@ void Executor::map(mp::Reader& in) {
   bool lent = in.boolean();
   uint64_t spare = in.uint(), site = in.uint();
   try {
-    if (lent) return made(storage, to_device(read_tensor(g, pid, fd, offset, n)), site);
+    if (lent || !on_host()) {  // an accelerator copies from page-locked memory, behind whatever it computes
+      made(storage, to_device(read_tensor(g, pid, fd, offset, n)), site);
+      if (spare) returned_.add(spare, kClient);
+      return;
+    }
     bool keep = kept_descriptors < most_descriptors();
     auto segment = open_segment(pid, fd, offset, n, Sharing::Owned, keep);
     EndUnlessGone end{segment};
     adopt_memory(n);
     auto* adopted = new Adopted(this, segment, std::exchange(spare, 0));
     segment = {};
-    auto t = adopt({adopted->map.data, adopted, &Adopted::end, c10::Device(c10::DeviceType::CPU)}, n, g);
-    made(storage, to_device(t), site);
+    made(storage, adopt({adopted->map.data, adopted, &Adopted::end, c10::Device(c10::DeviceType::CPU)}, n, g), site);
   } catch (...) {
     if (spare) returned_.add(spare, kClient);
     poison(storage, cause_of("internal", "an upload", "", site));
@@ -794,16 +797,21 @@ void Executor::recv_tensor(mp::Reader& in) {
     int pid = static_cast<int>(p.integer()), fd = static_cast<int>(p.integer());
     size_t offset = p.uint(), n = p.uint();
     auto borrowed = std::make_unique<Borrowed>(this, Mapping{}, p.uint(), source);
+    at::Tensor copied;
     try {
-      borrowed->map = open_segment(pid, fd, offset, n, Sharing::Lent);
+      if (on_host()) borrowed->map = open_segment(pid, fd, offset, n, Sharing::Lent);
+      else copied = read_tensor(g, pid, fd, offset, n);
+    } catch (const c10::Error&) {
+      throw;
     } catch (const std::exception&) {  // its maker is gone, and with it the segment
       auto cause = make_cause("peer", "WorkerDied", "worker " + std::to_string(source) + " died before its tensor was taken",
                               "a copy between workers", "", site);
       return poison(storage, cause);
     }
+    if (copied.defined()) return made(storage, to_device(copied), site);
     std::atomic_ref(memory_stats().mapped).fetch_add(static_cast<int64_t>(n), std::memory_order_relaxed);
     void* data = borrowed->map.data;
-    made(storage, to_device(adopt({data, borrowed.release(), &end_borrowed, c10::Device(c10::DeviceType::CPU)}, n, g)), site);
+    made(storage, adopt({data, borrowed.release(), &end_borrowed, c10::Device(c10::DeviceType::CPU)}, n, g), site);
   } catch (...) {
     poison(storage, cause_of("internal", "a copy between workers", "", site));
   }
