@@ -5,7 +5,7 @@ Importing it changes PyTorch only in a worker: the client compares with eager's 
 
 from __future__ import annotations
 
-import sys
+import os
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _efficient_backward(
     return of_scores @ k * factor, of_scores.transpose(-1, -2) @ q * factor, weights.transpose(-1, -2) @ grad, of_bias
 
 
-if "dtorch._worker" in sys.modules:
+if os.environ.get("DTORCH_ROLE") == "worker":
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in {
         "_fused_sdp_choice": _choice,
