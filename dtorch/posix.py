@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -55,12 +56,17 @@ def children() -> list[int]:
 
 
 def end_descendants() -> None:
-    """Kill and reap all children, and theirs: a process that adopts orphans is left with none."""
+    """Kill and reap all children, and theirs: a process that adopts orphans is left with none.
+
+    Those too that another thread makes meanwhile: no round waits for a child that was not there to be killed.
+    """
     try:
         while True:
             for pid in children():
                 os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)  # once a process is reaped its children are ours: the next round kills them
+            # Once a process is reaped its children are ours: the next round kills them.
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.001)
     except (ChildProcessError, ProcessLookupError):
         pass
 

@@ -441,3 +441,33 @@ def test_liv1_a_client_that_is_not_the_parent_counts_as_gone() -> None:
         )
         assert orphan.returncode == 0
         assert not os.path.exists(f"{c.directory}/other")
+
+
+def test_liv3_a_child_made_while_the_others_are_ended_is_ended_too() -> None:
+    """The starter's thread may be launching a process when the controller leaves."""
+    program = """
+import subprocess, sys, threading, time
+from dtorch import posix
+ended = threading.Event()
+real = posix.children
+def slow():
+    found = real()
+    if not found and not ended.is_set():  # a child is born after nobody was found
+        ended.set()
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    return found
+posix.children = slow
+posix.adopt_orphans()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+posix.end_descendants()
+print(len(real()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "DTORCH_ROLE": "controller"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout == "0\n", done.stderr

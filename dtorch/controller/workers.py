@@ -100,7 +100,8 @@ class Workers:
         self._news: deque[tuple[int, ForkServerProcess | None, str]] = deque()  # from the starter; appending is atomic
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         poll.register(self._wake_fd, select.EPOLLIN)
-        threading.Thread(target=self._start_all, name="dtorch-starter", daemon=True).start()
+        self._starter = threading.Thread(target=self._start_all, name="dtorch-starter", daemon=True)
+        self._starter.start()
 
     def is_dead(self, worker: int) -> bool:
         return worker in self._dead
@@ -134,6 +135,9 @@ class Workers:
         waiting = set(self._by_sentinel)
         while waiting and (left := deadline - time.monotonic()) > 0 and self._server_status() is None:
             waiting -= set(wait(waiting, left))
+        posix.end_descendants()
+        # Asking a fork server that is gone makes multiprocessing launch it again, and its resource tracker.
+        self._starter.join(1.0)
         posix.end_descendants()
 
     # -- the fork server
