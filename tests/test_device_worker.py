@@ -844,3 +844,23 @@ def test_shutdown_while_the_device_works_leaves_nothing(accelerator: Board, held
         fetch.get(PATIENCE)
     del up
     assert not _mappings("dtorch-staging")
+
+
+def test_memory_that_was_lent_is_closed_when_its_owner_frees_it(accelerator: Board) -> None:
+    """The allocator may have freed it (the next loan tells), or is about to (`empty_cache` waits for the answer)."""
+    notes = Path(f"{accelerator.path}.closed")
+
+    def closed() -> int:
+        return notes.read_text().count("worker 1 closed 1 of worker 0\n") if notes.exists() else 0
+
+    accelerator[0].lends = 1
+    x = torch.randn(LARGE)
+    there = x.to("dtorch:0")
+    assert torch.equal(there.to("dtorch:1").cpu(), x)
+    before = closed()
+    assert torch.equal(there.to("dtorch:1").cpu(), x)
+    until(lambda: closed() == before + 1)
+    dtorch.empty_cache()
+    assert closed() == before + 2
+    accelerator[0].lends = 0
+    assert torch.equal(there.to("dtorch:1").cpu(), x)

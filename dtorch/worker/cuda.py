@@ -136,6 +136,10 @@ class Hooks:
         """See `PeerMemory.revoke`."""
         return [] if self._peers is None else self._peers.revoke(lent)
 
+    def freed(self) -> list[tuple[int, list[bytes]]]:
+        """See `PeerMemory.freed`."""
+        return [] if self._peers is None else self._peers.freed()
+
     def close_peer(self, source: int, handles: list[bytes]) -> None:
         """See `PeerMemory.close`."""
         if self._peers is not None:

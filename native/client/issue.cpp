@@ -163,13 +163,7 @@ struct Answered {
   at::Tensor on_argument(c10::Storage storage, const Geometry& g) const {
     size_t need = storage_bytes(g.sizes, g.strides, g.offset, c10::elementSize(g.dtype));
     if (need > storage.nbytes()) resize_storage(storage.unsafeGetStorageImpl(), need, /*tell_worker=*/false);
-    auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                                      c10::scalarTypeToTypeMeta(g.dtype));
-    auto* impl = t.unsafeGetTensorImpl();
-    impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
-    if (g.flags & kFlagConj) impl->_set_conj(true);
-    if (g.flags & kFlagNeg) impl->_set_neg(true);
-    return t;
+    return tensor_on(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), g);
   }
 };
 

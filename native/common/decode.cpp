@@ -21,10 +21,13 @@ Slot& Store::at(uint64_t id) {
 }
 
 at::Tensor view_of(const at::Tensor& first, const Geometry& g) {
-  auto t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(first.unsafeGetTensorImpl()->unsafe_storage()),
-                                                    // Some operators of accelerators give tensors on the CPU too.
-                                                    first.is_cpu() ? c10::DispatchKeySet(c10::DispatchKey::CPU) : computing.keys,
-                                                    c10::scalarTypeToTypeMeta(g.dtype));
+  // Some operators of accelerators give tensors on the CPU too.
+  return tensor_on(c10::Storage(first.unsafeGetTensorImpl()->unsafe_storage()),
+                   first.is_cpu() ? c10::DispatchKeySet(c10::DispatchKey::CPU) : computing.keys, g);
+}
+
+at::Tensor tensor_on(c10::Storage storage, c10::DispatchKeySet keys, const Geometry& g) {
+  auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, c10::scalarTypeToTypeMeta(g.dtype));
   auto* impl = t.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(g.sizes, g.strides, g.offset);
   if (g.flags & kFlagConj) impl->_set_conj(true);

@@ -20,7 +20,9 @@ inline bool reads_grad_mode(std::string_view name) {
 
 c10::complex<double> read_complex(mp::Reader& in);
 
-// A tensor on an existing storage.
+// A tensor of that geometry on a storage, with the keys of its device's dense tensors.
+at::Tensor tensor_on(c10::Storage storage, c10::DispatchKeySet keys, const Geometry& g);
+// A tensor on the storage of a store's tensor.
 at::Tensor view_of(const at::Tensor& first, const Geometry& g);
 
 // The storages that some of an operator's arguments name, by the arguments' places in order; no tensor is touched.

@@ -66,6 +66,18 @@ void expect(PyObject* tuple, Py_ssize_t n, const char* what) {
   if (length(tuple, what) != n) throw std::runtime_error(std::string(what) + " has another length");
 }
 
+HandlesByPeer handles_by_peer(const Ref& found) {
+  HandlesByPeer all;
+  for (Py_ssize_t i = 0, n = length(found.p, "the list of peers"); i < n; ++i) {
+    PyObject* row = at(found.p, i);
+    expect(row, 2, "a peer and its handles");
+    auto& [peer, handles] = all.emplace_back(static_cast<int>(number(at(row, 0))), std::vector<std::string>());
+    for (Py_ssize_t k = 0, m = length(at(row, 1), "a peer's handles"); k < m; ++k)
+      handles.push_back(bytes_of(at(at(row, 1), k)));
+  }
+  return all;
+}
+
 }  // namespace
 
 void set_device_hooks(PyObject* object) { hooks = object; }
@@ -96,23 +108,19 @@ void copy_lent(int source, void* target, size_t n, const Lent& lent) {
        static_cast<Py_ssize_t>(lent.event.size()));
 }
 
-std::vector<std::pair<int, std::vector<std::string>>> revoked_allocations(const std::vector<const void*>& lent) {
+HandlesByPeer revoked_allocations(const std::vector<const void*>& lent) {
   Gil gil;
   Ref list(PyList_New(0));
   for (const void* p : lent) {
     Ref pointer(integer(p));
     if (PyList_Append(list.p, pointer.p) < 0) throw std::runtime_error(take_python_error().message);
   }
-  Ref found = call("revoke", "(O)", list.p);
-  std::vector<std::pair<int, std::vector<std::string>>> all;
-  for (Py_ssize_t i = 0, n = length(found.p, "what revoke returned"); i < n; ++i) {
-    PyObject* row = at(found.p, i);
-    expect(row, 2, "a row of what revoke returned");
-    auto& [peer, handles] = all.emplace_back(static_cast<int>(number(at(row, 0))), std::vector<std::string>());
-    for (Py_ssize_t k = 0, m = length(at(row, 1), "the handles that revoke returned"); k < m; ++k)
-      handles.push_back(bytes_of(at(at(row, 1), k)));
-  }
-  return all;
+  return handles_by_peer(call("revoke", "(O)", list.p));
+}
+
+HandlesByPeer freed_allocations() {
+  Gil gil;
+  return handles_by_peer(call("freed", "()"));
 }
 
 void close_allocations(int source, const std::vector<std::string>& handles) {

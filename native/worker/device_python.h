@@ -34,9 +34,12 @@ struct Lent {
 std::optional<Lent> lend_device_memory(const void* data, size_t n, int dest);
 // Has the current stream copy what worker `source` lent.
 void copy_lent(int source, void* target, size_t n, const Lent& lent);
+using HandlesByPeer = std::vector<std::pair<int, std::vector<std::string>>>;
 // Allocations that were lent and are about to be freed, none of whose addresses is in `lent`: their handles, by worker that
 // got them.
-std::vector<std::pair<int, std::vector<std::string>>> revoked_allocations(const std::vector<const void*>& lent);
+HandlesByPeer revoked_allocations(const std::vector<const void*>& lent);
+// The same of allocations that PyTorch's allocator has freed by itself.
+HandlesByPeer freed_allocations();
 void close_allocations(int source, const std::vector<std::string>& handles);
 void forget_peer(int worker);
 

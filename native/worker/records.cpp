@@ -687,6 +687,8 @@ bool Executor::device_payload(Buffer& b, const at::Tensor& t, int dest) {
   if (n <= kInlineBytes) return false;
   auto lent = lend_device_memory(t.const_data_ptr(), n, dest);
   if (!lent) return false;
+  for (auto& [peer, handles] : freed_allocations())
+    if (!dead_peers_.count(peer)) tell_freed(peer, handles);
   mp::put_array(b, 6);
   mp::put_int(b, lent->device);
   mp::put_bin(b, lent->handle.data(), lent->handle.size());

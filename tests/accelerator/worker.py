@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 import dtorch.worker.preload  # noqa: F401  # first: the bond to the parent (LIV-2)
-from accelerator import LIBRARY
+from accelerator import BOARD, LIBRARY
 from dtorch.worker import process
 
 _library = ctypes.CDLL(os.environ[LIBRARY], os.RTLD_NOW | os.RTLD_GLOBAL)
@@ -26,6 +26,8 @@ class Hooks:
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
+        self.given: list[tuple[int, list[bytes]]] = []
+        self.gone: list[tuple[int, list[bytes]]] = []
 
     def __getattribute__(self, name: str) -> Any:
         if _library.accelerator_refuses() and name != "close":
@@ -53,7 +55,9 @@ class Hooks:
         number = _library.accelerator_lend(ctypes.c_void_p(pointer), ctypes.byref(fd), ctypes.byref(offset))
         if not number:
             return None
-        return 0, struct.pack("ii", os.getpid(), fd.value), offset.value, struct.pack("q", number)
+        handle = struct.pack("ii", os.getpid(), fd.value)
+        self.gone, self.given = self.given, [(dest, [handle])]  # as if the allocator had freed what was lent before
+        return 0, handle, offset.value, struct.pack("q", number)
 
     def copy(
         self, source: int, target: int, nbytes: int, device: int, handle: bytes, offset: int, event: bytes
@@ -72,11 +76,17 @@ class Hooks:
         if not taken:
             raise RuntimeError("accelerator error: the memory's owner is gone")
 
+    def freed(self) -> list[tuple[int, list[bytes]]]:
+        gone, self.gone = self.gone, []
+        return gone
+
     def revoke(self, lent: list[int]) -> list[tuple[int, list[bytes]]]:
-        return []
+        given, self.given = self.given, []
+        return given
 
     def close_peer(self, source: int, handles: list[bytes]) -> None:
-        pass
+        with open(os.environ[BOARD] + ".closed", "a") as file:
+            file.write(f"worker {self.worker} closed {len(handles)} of worker {source}\n")
 
     def peer_gone(self, worker: int) -> None:
         pass
