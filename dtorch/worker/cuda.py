@@ -101,67 +101,6 @@ def memory_info() -> tuple[int, int]:
     return free, total
 
 
-class Hooks:
-    """What a CUDA worker's executor calls (``native/worker/device_python.h``); takes the GPU when it is made.
-
-    Memory is lent and copied in the order of the thread's current stream.
-    """
-
-    register = staticmethod(lambda pointer, nbytes: register(pointer, nbytes))
-    unregister = staticmethod(lambda pointer: unregister(pointer))
-    properties = staticmethod(lambda: properties())
-    memory_info = staticmethod(lambda: memory_info())
-    memory_limit = staticmethod(lambda nbytes: memory_limit(nbytes))
-
-    def __init__(self, worker: int) -> None:
-        self.device = take_device(worker)
-        self._peers: PeerMemory | None = None
-
-    def _memory(self) -> PeerMemory:
-        if self._peers is None:
-            self._peers = peer_memory(self.device)
-        return self._peers
-
-    def export(self, pointer: int, nbytes: int, dest: int) -> tuple[int, bytes, int, bytes] | None:
-        """See `PeerMemory.export`."""
-        return self._memory().export(pointer, nbytes, dest, _current_stream())
-
-    def copy(
-        self, source: int, target: int, nbytes: int, device: int, handle: bytes, offset: int, event: bytes
-    ) -> None:
-        """See `PeerMemory.copy`."""
-        self._memory().copy(source, target, nbytes, device, handle, offset, event, _current_stream())
-
-    def revoke(self, lent: list[int]) -> list[tuple[int, list[bytes]]]:
-        """See `PeerMemory.revoke`."""
-        return [] if self._peers is None else self._peers.revoke(lent)
-
-    def freed(self) -> list[tuple[int, list[bytes]]]:
-        """See `PeerMemory.freed`."""
-        return [] if self._peers is None else self._peers.freed()
-
-    def close_peer(self, source: int, handles: list[bytes]) -> None:
-        """See `PeerMemory.close`."""
-        if self._peers is not None:
-            self._peers.close(source, handles)
-
-    def peer_gone(self, worker: int) -> None:
-        """See `PeerMemory.peer_gone`."""
-        if self._peers is not None:
-            self._peers.peer_gone(worker)
-
-    def close(self) -> None:
-        """The worker leaves."""
-        if self._peers is not None:
-            self._peers.close_all()
-
-
-def _current_stream() -> int:
-    import torch
-
-    return int(torch.cuda.current_stream().cuda_stream)
-
-
 # -- page-locked host memory
 
 
@@ -444,3 +383,67 @@ def _by_peer(exports: list[_Export]) -> list[tuple[int, list[bytes]]]:
             if export.handle is not None:
                 found.setdefault(peer, []).append(export.handle)
     return sorted(found.items())
+
+
+# -- what the executor is given
+
+
+class Hooks:
+    """What a CUDA worker's executor calls (``native/worker/device_python.h``); takes the GPU when it is made.
+
+    Memory is lent and copied in the order of the thread's current stream.
+    """
+
+    register = staticmethod(register)
+    unregister = staticmethod(unregister)
+    properties = staticmethod(properties)
+    memory_info = staticmethod(memory_info)
+    memory_limit = staticmethod(memory_limit)
+
+    def __init__(self, worker: int) -> None:
+        self.device = take_device(worker)
+        self._peers: PeerMemory | None = None
+
+    def _memory(self) -> PeerMemory:
+        if self._peers is None:
+            self._peers = peer_memory(self.device)
+        return self._peers
+
+    def export(self, pointer: int, nbytes: int, dest: int) -> tuple[int, bytes, int, bytes] | None:
+        """See `PeerMemory.export`."""
+        return self._memory().export(pointer, nbytes, dest, _current_stream())
+
+    def copy(
+        self, source: int, target: int, nbytes: int, device: int, handle: bytes, offset: int, event: bytes
+    ) -> None:
+        """See `PeerMemory.copy`."""
+        self._memory().copy(source, target, nbytes, device, handle, offset, event, _current_stream())
+
+    def revoke(self, lent: list[int]) -> list[tuple[int, list[bytes]]]:
+        """See `PeerMemory.revoke`."""
+        return [] if self._peers is None else self._peers.revoke(lent)
+
+    def freed(self) -> list[tuple[int, list[bytes]]]:
+        """See `PeerMemory.freed`."""
+        return [] if self._peers is None else self._peers.freed()
+
+    def close_peer(self, source: int, handles: list[bytes]) -> None:
+        """See `PeerMemory.close`."""
+        if self._peers is not None:
+            self._peers.close(source, handles)
+
+    def peer_gone(self, worker: int) -> None:
+        """See `PeerMemory.peer_gone`."""
+        if self._peers is not None:
+            self._peers.peer_gone(worker)
+
+    def close(self) -> None:
+        """The worker leaves."""
+        if self._peers is not None:
+            self._peers.close_all()
+
+
+def _current_stream() -> int:
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)

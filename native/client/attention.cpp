@@ -38,6 +38,9 @@ Backend chosen(const Tensor& q, const Tensor& k, const Tensor& v, MaybeTensor ma
   return static_cast<Backend>(stack[0].toInt());
 }
 
+}  // namespace
+
+// Named, for PyTorch's stub asks for it too (below).
 int64_t sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, MaybeTensor mask, double dropout, bool causal,
                    std::optional<double> scale, bool gqa) {
   if (!Session::get().accelerated())
@@ -47,6 +50,8 @@ int64_t sdp_choice(const Tensor& q, const Tensor& k, const Tensor& v, MaybeTenso
   bool fused = backend == Backend::flash_attention || backend == Backend::efficient_attention || backend == Backend::cudnn_attention;
   return static_cast<int64_t>(fused ? Backend::overrideable : backend);
 }
+
+namespace {
 
 // Flash attention takes heads of a multiple of eight. Zeros change neither the scores nor, cut off again, the results.
 int64_t missing(const Tensor& t) { return (8 - t.size(-1) % 8) % 8; }
@@ -115,14 +120,8 @@ void register_attention() {
   m->impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(fused_backward));
 }
 
-// For PyTorch's stub, below.
-int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, MaybeTensor mask, double dropout, bool causal,
-                         std::optional<double> scale, bool gqa) {
-  return sdp_choice(q, k, v, mask, dropout, causal, scale, gqa);
-}
-
 }  // namespace dtorch
 
 namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &dtorch::attention_choice)
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &dtorch::sdp_choice)
 }
