@@ -624,3 +624,7 @@ int accelerator_take(int worker, int pid, int fd, uint64_t offset, int64_t numbe
 }
 
 }  // extern "C"
+
+// What this file uses of templates is compiled at its end, and shall not be seen by other libraries: where one of torch's has the
+// same (2.11 with CUDA has libtorch_nvshmem.so) the two would share half of a static variable, its guard but not its value.
+#pragma GCC visibility pop
