@@ -50,7 +50,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   reads_grad_mode = dtorch::reads_grad_mode(name);
   reads_attention_switches = name == "aten::_fused_sdp_choice";
   values_follow = reads_attention_switches || name == "aten::_scaled_dot_product_flash_attention";
-  asks = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  asks = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+         (name == "aten::_unique" && overload.empty());  // torch 2.11 has not tagged it yet
 
   // arange and its kin take their length from Scalars, custom operators may; everywhere else a Scalar's value is only data.
   custom = !starts_with(name, "aten::");
