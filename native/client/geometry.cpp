@@ -155,6 +155,8 @@ std::string signature(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
 // A CPU tensor of the same dtype and rank, every size but 1 made small, equal sizes staying equal.
 class Miniature {
  public:
+  int64_t first_index = 0;  // what integers are
+
   at::Tensor of(const at::Tensor& t) {
     Dims sizes;
     for (int64_t n : t.sizes()) sizes.push_back(n <= 2 ? n : small_.emplace(n, 2 + static_cast<int64_t>(small_.size())).first->second);
@@ -162,7 +164,7 @@ class Miniature {
     // Integers are 0, for they may be indices; complex numbers are not real, so that what would drop the imaginary part
     // shows; the rest is 1.
     if (c10::isComplexType(t.scalar_type())) m.fill_(c10::complex<double>(1, 1));
-    else m.fill_(c10::isIntegralType(t.scalar_type(), /*includeBool=*/false) ? 0 : 1);
+    else m.fill_(c10::isIntegralType(t.scalar_type(), /*includeBool=*/false) ? first_index : 1);
     if (t.unsafeGetTensorImpl()->is_wrapped_number()) m.unsafeGetTensorImpl()->set_wrapped_number(true);
     return m;
   }
@@ -332,6 +334,8 @@ bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
     for (size_t i = 0; i < args.size(); ++i) {
       bool generator = schema[i].name() == "generator";
       takes_generator = takes_generator || generator;
+      // LAPACK counts rows from 1, and would write before the matrix if it were told 0.
+      miniature.first_index = schema[i].name() == "pivots" || schema[i].name() == "LU_pivots";
       stack.push_back(generator ? c10::IValue(*own) : miniature.of(args[i]));
     }
     if (random && !takes_generator) return true;
