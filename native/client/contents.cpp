@@ -135,6 +135,7 @@ at::Tensor make(const Call& call, uint64_t wanted, int& budget) {
   in.array();
   for (const auto& arg : call.info->handle.schema().arguments()) stack.push_back(decode.ivalue(*arg.real_type()));
   check_arguments(stack);
+  auto kept = stack;  // as in call_boxed of worker/operators.cpp
   call.info->handle.callBoxed(stack);
   size_t next = 0;
   auto keep = [&](const at::Tensor& t) {

@@ -340,6 +340,7 @@ bool rehearse(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
     }
     if (random && !takes_generator) return true;
     at::AutoDispatchBelowADInplaceOrView below;
+    auto kept = stack;  // as in call_boxed of worker/operators.cpp
     info.handle.callBoxed(stack);
     return true;
   } catch (const std::exception&) {

@@ -153,6 +153,11 @@ void call_boxed(const Operator& op, Decoder& d, torch::jit::Stack& stack, const 
     for (auto& v : stack) v = renamed(v);
   if (written)
     for (int i : op.writes) written->push_back(stack[static_cast<size_t>(i)]);
+  // Where an operator writes several results, PyTorch reads those arguments once more after it has dropped them from the stack
+  // (mended in torch 2.13): a view that only the stack holds would be gone.
+  std::vector<c10::IValue> kept;
+  if (op.result_alias.size() > 1)
+    for (int i : op.writes) kept.push_back(stack[static_cast<size_t>(i)]);
   if (donor && sole(*donor) && !d.needs_dispatch()) {
     if (op.donation == Operator::Donation::Out) stack.emplace_back(*donor);
     op.twin->callBoxed(stack);
