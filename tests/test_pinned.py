@@ -128,6 +128,7 @@ def _held_by_the_machine() -> int:
     return 0
 
 
+@pytest.mark.skipif(not hasattr(torch.accelerator, "empty_host_cache"), reason="this torch cannot ask for it")
 def test_what_is_kept_can_be_given_back(engine: Engine) -> None:
     x = torch.ones(8 << 20).pin_memory()
     before = _held_by_the_machine()
@@ -141,7 +142,6 @@ def test_what_is_kept_can_be_given_back(engine: Engine) -> None:
 
 
 def test_much_is_not_kept_at_all(engine: Engine) -> None:
-    torch.accelerator.empty_host_cache()
     before = _held_by_the_machine()
     x = torch.empty(300 << 20, dtype=torch.uint8, pin_memory=True)
     x[:: 1 << 20] = 1

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it: pip install 'dtorch[test]'")
 
@@ -35,9 +36,14 @@ def test_a_part_does_what_eager_does(part: str) -> None:
     assert not needless and all(result.verdict != "failed" for result in results), "\n" + said.getvalue()
 
 
+#: Names in exclusions.txt that torch has since 2.13 or a little before.
+NEW = {"nn.functional.linear_cross_entropy.chunked*"}
+
+
 def test_every_exclusion_names_what_there_is() -> None:
     known = [(p, dtype, n) for p in parts.MODULES for dtype in parts.part(p).DTYPES for n in parts.part(p).names(dtype)]
-    assert [e for e in exclusions.read() if not any(e.covers(p, n, dtype) for p, dtype, n in known)] == []
+    unknown = [e for e in exclusions.read() if not any(e.covers(p, n, dtype) for p, dtype, n in known)]
+    assert [e for e in unknown if torch.__version__ >= "2.13" or e.name not in NEW] == []
 
 
 def test_an_exclusion_without_a_reason_is_refused(tmp_path: Path) -> None:
