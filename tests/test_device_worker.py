@@ -732,8 +732,9 @@ def test_exe7_what_is_under_way_fails_with_the_cause(accelerator: Board, what: s
         dtorch.worker_stats(0)
         device.fail = 1
         for wait in (*(c.result for c in calls), future.get):
-            with pytest.raises(dtorch.RemoteError, match="device-side assert triggered"):
+            with pytest.raises(dtorch.RemoteError, match="device-side assert triggered") as caught:
                 wait()
+            assert Path(__file__).name in str(caught.value), "no line of the program's"
     worker_died(0)
 
 

@@ -9,6 +9,8 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward_ops.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_ops.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward_ops.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_ops.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward_ops.h>
@@ -72,23 +74,50 @@ Tensor bias_of(MaybeTensor bias, const Tensor& q, const Tensor& k) {
   return b.expand({q.size(0), q.size(1), q.size(2), k.size(2)});
 }
 
+// cuDNN cannot take -inf: PyTorch makes this of a boolean mask for it, and the other of one for everything else.
+Tensor finite(MaybeTensor bias) {
+  constexpr double kMasked = -65504.0;
+  return bias && bias->defined() ? bias->clamp_min(kMasked) : Tensor();
+}
+
+bool wants_grad(const Tensor& t) { return at::GradMode::is_enabled() && t.defined() && t.requires_grad(); }
+
+// cuDNN gives the bias no gradient.
+Backend backend_for(const Tensor& q, const Tensor& k, const Tensor& v, MaybeTensor bias, double dropout, bool causal,
+                    std::optional<double> scale) {
+  bool gqa = q.dim() > 2 && q.size(-3) != k.size(-3);
+  auto backend = chosen(q, k, v, bias, dropout, causal, scale, gqa);
+  bool bias_too = backend == Backend::cudnn_attention && bias && wants_grad(*bias);
+  return bias_too ? Backend::efficient_attention : backend;
+}
+
 using Fused = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt, Tensor, Tensor, Tensor>;
 
+// The backward tells the backend by the length of the queries that the forward gave: flash attention's, cuDNN's negated, or 0.
 Fused fused(const Tensor& q, const Tensor& k, const Tensor& v, MaybeTensor bias, double dropout, bool causal, bool debug,
             std::optional<double> scale) {
   TORCH_CHECK(!debug, "dtorch: attention gives no debug mask");
-  bool gqa = q.dim() > 2 && q.size(-3) != k.size(-3);
-  bool flash = chosen(q, k, v, bias, dropout, causal, scale, gqa) == Backend::flash_attention;
-  if (flash) {
-    auto n = missing(q);
-    auto all = at::_ops::_scaled_dot_product_flash_attention::call(padded(q, n), padded(k, n), padded(v, missing(v)), dropout, causal,
-                                                                   /*return_debug_mask=*/false, scale_of(q, scale));
-    std::get<0>(all) = cut(std::get<0>(all), v.size(-1));
-    return all;
+  bool sums_wanted = wants_grad(q) || wants_grad(k) || wants_grad(v) || (bias && wants_grad(*bias));
+  switch (backend_for(q, k, v, bias, dropout, causal, scale)) {
+    case Backend::flash_attention: {
+      auto n = missing(q);
+      auto all = at::_ops::_scaled_dot_product_flash_attention::call(padded(q, n), padded(k, n), padded(v, missing(v)), dropout,
+                                                                     causal, /*return_debug_mask=*/false, scale_of(q, scale));
+      std::get<0>(all) = cut(std::get<0>(all), v.size(-1));
+      return all;
+    }
+    case Backend::cudnn_attention: {
+      auto all = at::_ops::_scaled_dot_product_cudnn_attention::call(q, k, v, finite(bias), sums_wanted, dropout, causal,
+                                                                     /*return_debug_mask=*/false, scale);
+      std::get<4>(all) = -q.sym_size(2);
+      return all;
+    }
+    default: {
+      auto [out, sums, seed, offset] = at::_ops::_scaled_dot_product_efficient_attention::call(q, k, v, bias_of(bias, q, k),
+                                                                                               sums_wanted, dropout, causal, scale);
+      return {out, sums, {}, {}, 0, 0, seed, offset, {}};
+    }
   }
-  auto [out, sums, seed, offset] = at::_ops::_scaled_dot_product_efficient_attention::call(
-      q, k, v, bias_of(bias, q, k), /*compute_log_sumexp=*/true, dropout, causal, scale);
-  return {out, sums, {}, {}, 0, 0, seed, offset, {}};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -96,17 +125,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_backward(const Tensor& grad, co
                                                           const Tensor& sums, const Tensor& cum_q, const Tensor& cum_k, SymInt max_q,
                                                           SymInt max_k, double dropout, bool causal, const Tensor& seed,
                                                           const Tensor& offset, std::optional<double> scale) {
-  if (max_q != 0) {  // flash attention says how long the queries are
+  if (max_q > 0) {
     int64_t n = missing(q), m = missing(v);
     auto [gq, gk, gv] = at::_ops::_scaled_dot_product_flash_attention_backward::call(
         padded(grad, m), padded(q, n), padded(k, n), padded(v, m), padded(out, m), sums, cum_q, cum_k, max_q, max_k, dropout, causal,
         seed, offset, scale_of(q, scale));
     return {cut(gq, q.size(-1)), cut(gk, k.size(-1)), cut(gv, v.size(-1)), {}};
   }
-  auto whole = bias_of(bias.defined() ? std::optional<Tensor>(bias) : std::nullopt, q, k);
+  auto given = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
+  if (max_q < 0) {
+    auto [gq, gk, gv] = at::_ops::_scaled_dot_product_cudnn_attention_backward::call(
+        grad, q, k, v, out, sums, seed, offset, finite(given), cum_q, cum_k, -max_q, max_k, dropout, causal, scale);
+    return {gq, gk, gv, {}};
+  }
   wanted[3] = wanted[3] && bias.defined();
   auto [gq, gk, gv, gb] = at::_ops::_scaled_dot_product_efficient_attention_backward::call(
-      grad, q, k, v, whole, out, sums, seed, offset, dropout, wanted, causal, scale);
+      grad, q, k, v, bias_of(given, q, k), out, sums, seed, offset, dropout, wanted, causal, scale);
   if (wanted[3]) gb = gb.sum_to_size(bias.sizes());
   return {gq, gk, gv, wanted[3] ? gb : Tensor()};
 }

@@ -14,6 +14,8 @@ void register_cells();          // cells.cpp: one step of LSTM and GRU
 void register_counts();         // counts.cpp: histc of whole numbers
 void register_recurrent();      // recurrent.cpp: RNN, LSTM and GRU layers
 void register_attention();      // attention.cpp: the backend of scaled_dot_product_attention
+void register_accelerators();   // accelerators.cpp: what composites do on CUDA only
+void serve_accelerators(bool accelerated);  // ... and what is registered for workers that have such, and for no others
 void register_sparse();         // sparse.cpp: sparse tensors over dense ones
 void register_nested();         // nested.cpp: the padded batches of nn.TransformerEncoder
 void register_autocast();       // autocast.cpp

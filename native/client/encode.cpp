@@ -45,10 +45,13 @@ ScratchLease::ScratchLease(const OpInfo& info) {
   if (__builtin_expect(info.reads_grad_mode && at::GradMode::is_enabled(), 0)) s_->key.data()[4] |= 0x80;
   if (__builtin_expect(Session::get().accelerated(), 0)) s_->key.data()[4] |= 0x40;  // other devices give other strides
   s_->key.advance(5);
-  if (__builtin_expect(info.reads_attention_switches, 0)) {
-    const auto& c = at::globalContext();
-    s_->key.push(static_cast<uint8_t>(c.userEnabledFlashSDP() | c.userEnabledMemEfficientSDP() << 1 | c.userEnabledMathSDP() << 2 |
-                                      c.deterministicAlgorithms() << 3));
+  if (__builtin_expect(info.reads_kernel_switches, 0)) {
+    auto& c = at::globalContext();
+    const bool switches[] = {c.userEnabledFlashSDP(), c.userEnabledMemEfficientSDP(), c.userEnabledCuDNNSDP(),
+                             c.userEnabledMathSDP(),  c.deterministicAlgorithms(),    c.userEnabledCuDNN()};
+    uint32_t all = attention_order();
+    for (bool on : switches) all = all << 1 | on;
+    s_->key.append(reinterpret_cast<const uint8_t*>(&all), sizeof all);
   }
 }
 

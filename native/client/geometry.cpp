@@ -282,7 +282,7 @@ EntryPtr answer(const OpInfo& info, at::ArrayRef<c10::IValue> args) {
   e->ask = true;
   e->dynamic = depends_on_data(info, args);
   if (e->dynamic) return e;
-  if (info.custom) return answer_by_fake(info, args);
+  if (info.custom && !info.values_follow) return answer_by_fake(info, args);
   if (info.rule && !Session::get().accelerated()) {  // the rules are CPU kernels' layouts
     auto ruled = std::make_shared<Entry>();
     if (info.rule(args, *ruled)) {

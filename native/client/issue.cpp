@@ -17,28 +17,42 @@ int deterministic_mode() {
   return !context.deterministicAlgorithms() ? 0 : context.deterministicAlgorithmsWarnOnly() ? 2 : 1;
 }
 
+uint32_t attention_order() {
+  uint32_t order = 0;
+  for (auto backend : at::globalContext().sDPPriorityOrder()) order = order << 3 | static_cast<uint32_t>(backend);
+  return order;
+}
+
 namespace {
 
 // PyTorch's switches for GPUs, by the names that the worker has for them.
 void tell_device_switches(Session::Writer& w, WorkerState& state, int worker) {
-  const auto& c = at::globalContext();
+  auto& c = at::globalContext();
   using at::Float32Backend, at::Float32Op;
   auto tf32 = [&c](Float32Op op) { return c.float32Precision(Float32Backend::CUDA, op) == at::Float32Precision::TF32; };
-  const std::pair<const char*, bool> switches[] = {
-      {"cudnn.benchmark", c.benchmarkCuDNN()},    {"cudnn.deterministic", c.deterministicCuDNN()},
-      {"cudnn.enabled", c.userEnabledCuDNN()},    {"cudnn.allow_tf32", tf32(Float32Op::CONV)},
-      {"cublas.allow_tf32", tf32(Float32Op::MATMUL)},
-      {"sdp.flash", c.userEnabledFlashSDP()},     {"sdp.mem_efficient", c.userEnabledMemEfficientSDP()},
-      {"sdp.math", c.userEnabledMathSDP()}};
-  static_assert(std::size(switches) < 32);
-  uint32_t now = 1u << std::size(switches);  // never 0: the worker has not been told anything
-  for (size_t i = 0; i < std::size(switches); ++i) now |= static_cast<uint32_t>(switches[i].second) << i;
+  struct Switch {
+    const char* name;
+    uint32_t value;
+    int bits = 1;
+  };
+  const Switch switches[] = {{"cudnn.benchmark", c.benchmarkCuDNN()},
+                             {"cudnn.deterministic", c.deterministicCuDNN()},
+                             {"cudnn.enabled", c.userEnabledCuDNN()},
+                             {"cudnn.allow_tf32", tf32(Float32Op::CONV)},
+                             {"cublas.allow_tf32", tf32(Float32Op::MATMUL)},
+                             {"sdp.flash", c.userEnabledFlashSDP()},
+                             {"sdp.mem_efficient", c.userEnabledMemEfficientSDP()},
+                             {"sdp.cudnn", c.userEnabledCuDNNSDP()},
+                             {"sdp.math", c.userEnabledMathSDP()},
+                             {"sdp.order", attention_order(), kAttentionOrderBits}};
+  static_assert(std::size(switches) - 1 + kAttentionOrderBits < 32);
+  uint32_t now = 1;  // never 0: the worker has not been told anything
+  for (const auto& s : switches) now = now << s.bits | s.value;
   if (__builtin_expect(now == state.device_switches, 1)) return;
-  for (size_t i = 0; i < std::size(switches); ++i) {
-    if (state.device_switches && !((now ^ state.device_switches) >> i & 1)) continue;
+  for (const auto& s : switches) {
     w.begin(Record::OPTION, worker, 2);
-    mp::put_str(w.buf(), switches[i].first);
-    mp::put_int(w.buf(), switches[i].second);
+    mp::put_str(w.buf(), s.name);
+    mp::put_int(w.buf(), s.value);
     w.end();
   }
   state.device_switches = now;

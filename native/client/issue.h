@@ -1,6 +1,7 @@
 // Issuing an operator: from encoded arguments to a record on the wire and result tensors in the caller's hand.
 #pragma once
 
+#include <ATen/SDPBackend.h>
 #include <ATen/core/stack.h>
 
 #include "client/geometry.h"
@@ -19,6 +20,10 @@ void check_written(const OpInfo& info, const c10::IValue& v);
 
 // PyTorch's determinism switch as a number: off, on, or 2 where it only warns.
 int deterministic_mode();
+
+// The order in which attention's backends are tried, three bits each.
+constexpr int kAttentionOrderBits = 3 * at::num_sdp_backends;
+uint32_t attention_order();
 
 // Writes the record; `outs` are the new tensors in the entry's order.
 void emit(const OpInfo& info, Scratch& s, const Entry& entry, at::ArrayRef<at::Tensor> outs);

@@ -343,6 +343,7 @@ void register_kernels() {
   register_recurrent();
   register_autocast();
   register_attention();
+  register_accelerators();
   register_sparse();
   register_nested();
 

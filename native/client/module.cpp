@@ -78,6 +78,7 @@ PyObject* py_attach(PyObject*, PyObject* args) {
   c.upload_bytes = upload;
   c.flush_us = flush_us;
   Session::get().attach(c);
+  serve_accelerators(c.accelerated);
   set_current_worker(0);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -31,7 +31,7 @@ struct OpInfo {
   std::vector<Return> returns;
   std::vector<int> writes;         // arguments it writes (in place or out=)
   std::vector<bool> scalar_by_type;// arguments whose value cannot change the geometry: only their type is in the key
-  bool reads_attention_switches;  // its result follows from PyTorch's switches for attention too
+  bool reads_kernel_switches;     // its result follows from which kernels the program lets PyTorch choose, too
   bool values_follow;             // its plain results follow from its arguments' geometry, as tensors' sizes do
   bool asks;       // results that only the worker can tell: data-dependent shapes, plain values
   bool asks_for_masks;  // an index: its result's shape depends on the data where a mask is among the indices only

@@ -113,10 +113,10 @@ struct ChannelsLastGroupNorm : torch::autograd::Function<ChannelsLastGroupNorm> 
   }
 };
 
-// Eager's group_norm keeps channels_last on the CPU, and only there; elsewhere it makes its input contiguous.
+// Eager's group_norm keeps channels_last on the CPU, and only there; for CUDA it makes its input contiguous.
 at::Tensor group_norm(const at::Tensor& x, int64_t groups, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, double eps, bool cudnn) {
-  if (Session::get().accelerated()) return at::native::group_norm(x, groups, weight, bias, eps, cudnn);
+  if (Session::get().accelerated()) return at::native::group_norm(x.contiguous(), groups, weight, bias, eps, cudnn);
   auto format = x.dim() >= 2 ? x.suggest_memory_format() : at::MemoryFormat::Contiguous;
   if (format == at::MemoryFormat::Contiguous || groups <= 0 || x.size(1) % groups != 0)
     return at::native::group_norm(x, groups, weight, bias, eps, cudnn);

@@ -348,14 +348,14 @@ void Executor::return_borrowed() {
 
 // --- accelerators ----------------------------------------------------------------------------------------------------
 
-void Executor::when_done(Stream stream, Then then) {
+void Executor::when_done(Stream stream, uint64_t site, Then then) {
   std::optional<c10::Event> reached;
   try {
     reached.emplace(now_on(stream == Compute ? compute_stream() : fetch_stream()));
   } catch (...) {
-    return then(cause_of("op", "work on " + computing.device.str(), "", 0));
+    return then(cause_of("op", "work on " + computing.device.str(), "", site));
   }
-  pending_[stream].push_back({std::move(*reached), std::move(then)});
+  pending_[stream].push_back({std::move(*reached), site, std::move(then)});
 }
 
 // What is done here may wait for memory, and come here again.
@@ -365,12 +365,19 @@ void Executor::settle() {
       try {
         if (!pending.front().reached.query()) break;
       } catch (...) {
-        return lose(cause_of("op", "work on " + computing.device.str(), "", 0));
+        return lose(cause_of("op", "work on " + computing.device.str(), "", waiting_since()));
       }
       auto then = std::move(pending.front().then);
       pending.pop_front();
       then(nullptr);
     }
+}
+
+uint64_t Executor::waiting_since() const {
+  for (auto& pending : pending_)
+    for (auto& p : pending)
+      if (p.site) return p.site;
+  return 0;
 }
 
 void Executor::lose(const CausePtr& cause) {
@@ -406,15 +413,16 @@ void Executor::refuse(mp::Reader& in, const CausePtr& cause) {
   while (fields-- > 0) in.skip();
 }
 
-at::Tensor Executor::to_device(const at::Tensor& host) {
+at::Tensor Executor::to_device(const at::Tensor& host, uint64_t site) {
   if (on_host()) return host;
   auto t = make_empty(host.sizes(), host.strides(), host.scalar_type());
   t.copy_(host, /*non_blocking=*/true);
-  when_done(Compute, [host](const CausePtr&) {});
+  when_done(Compute, site, [host](const CausePtr&) {});
   return t;
 }
 
-void Executor::fetch_from_device(const at::Tensor& t, std::function<void(const at::Tensor&, const CausePtr&)> then) {
+void Executor::fetch_from_device(const at::Tensor& t, uint64_t site,
+                                 std::function<void(const at::Tensor&, const CausePtr&)> then) {
   auto host = stage({t.scalar_type(), Dims(t.sizes().begin(), t.sizes().end()), Dims(t.strides().begin(), t.strides().end())});
   uint64_t loan = lend(t.storage(), /*to_peer=*/true);  // its memory is neither reused nor written until it was read
   try {
@@ -425,7 +433,7 @@ void Executor::fetch_from_device(const at::Tensor& t, std::function<void(const a
     give_back(loan);
     throw;
   }
-  when_done(Fetch, [this, loan, host, then = std::move(then)](const CausePtr& lost) {
+  when_done(Fetch, site, [this, loan, host, then = std::move(then)](const CausePtr& lost) {
     give_back(loan);
     then(host, lost);
   });

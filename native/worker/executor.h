@@ -83,6 +83,7 @@ class Executor {
   using Then = std::function<void(const CausePtr& lost)>;
   struct Pending {
     c10::Event reached;
+    uint64_t site;  // the client's line that asked for it
     Then then;
   };
   enum Stream { Compute, Fetch };
@@ -105,12 +106,13 @@ class Executor {
   void answer(const Buffer& b);  // to the client: VALUE, META, DONE, ERROR, RETURNED
 
   // --- accelerators work behind (EXE-6)
-  void when_done(Stream stream, Then then);
+  void when_done(Stream stream, uint64_t site, Then then);
   bool works_behind() const { return !pending_[Compute].empty() || !pending_[Fetch].empty(); }
   void settle();                     // does what has become due
   void lose(const CausePtr& cause);  // the device works no longer
+  uint64_t waiting_since() const;    // the first line that is known to wait for the device
   void refuse(mp::Reader& in, const CausePtr& cause);  // in place of executing it: who waits for it is told
-  at::Tensor to_device(const at::Tensor& host);  // a copy where the worker computes; `host` is held until it was read
+  at::Tensor to_device(const at::Tensor& host, uint64_t site);  // a copy where the worker computes; `host` is held until it was read
 
   // --- releases
   void release(uint64_t storage, uint64_t last_seq);
@@ -173,7 +175,7 @@ class Executor {
   void value(uint64_t request, const at::Tensor& t);  // answers a FETCH
   bool device_payload(Buffer& b, const at::Tensor& t, int dest);
   // Copies an accelerator's tensor to the host beside what it computes; `then` gets the copy.
-  void fetch_from_device(const at::Tensor& t, std::function<void(const at::Tensor&, const CausePtr& lost)> then);
+  void fetch_from_device(const at::Tensor& t, uint64_t site, std::function<void(const at::Tensor&, const CausePtr& lost)> then);
   void answer_value(uint64_t request, const at::Tensor& t);  // value(), or the error of it
   void send_cause(uint64_t transfer, uint64_t dest, const CausePtr& cause);  // in place of a tensor
   static bool shared_part(const at::Tensor& t, int* fd, size_t* offset);

@@ -31,6 +31,7 @@ PyObject* py_run(PyObject*, PyObject* args) {
   if (!dtorch::read_zmq_api(dict, &api)) return nullptr;
   dtorch::worker::install_allocator();
   dtorch::worker::register_nested();
+  dtorch::worker::register_batch_norm();
   dtorch::worker::set_device_hooks(hooks);
   static QuietAboutResizing warnings;
   c10::WarningUtils::set_warning_handler(&warnings);

@@ -19,6 +19,7 @@ namespace {
 // Operators whose schema does not say that they write an argument.
 const std::unordered_map<std::string, std::vector<int>> kSilentWrites = {
     {"aten::native_batch_norm", {3, 4}},  // running mean and variance
+    {"aten::cudnn_batch_norm", {3, 4}},
 };
 
 // Pointwise operators that PyTorch does not tag so.

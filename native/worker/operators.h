@@ -59,5 +59,6 @@ at::Tensor conform(const Operator& op, at::Tensor made, const Geometry& predicte
 
 // Makes known the operator of common/nested.h; once, in a worker.
 void register_nested();
+void register_batch_norm();  // batch_norm.cpp: whether it is cuDNN's
 
 }  // namespace dtorch::worker

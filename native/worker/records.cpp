@@ -540,7 +540,7 @@ void Executor::put(mp::Reader& in) {
     at::Tensor t = host_empty(g);
     TORCH_CHECK(bytes.size() == bytes_of(t), "a value of ", bytes_of(t), " bytes came with ", bytes.size());
     std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
-    made(storage, to_device(t), site);
+    made(storage, to_device(t, site), site);
   } catch (...) {
     poison(storage, cause_of("internal", "an upload", "", site));
   }
@@ -567,7 +567,7 @@ void Executor::map(mp::Reader& in) {
   uint64_t spare = in.uint(), site = in.uint();
   try {
     if (lent || !on_host()) {  // an accelerator copies from page-locked memory, behind whatever it computes
-      made(storage, to_device(read_tensor(g, pid, fd, offset, n)), site);
+      made(storage, to_device(read_tensor(g, pid, fd, offset, n), site), site);
       if (spare) returned_.add(spare, kClient);
       return;
     }
@@ -591,7 +591,7 @@ void Executor::read(mp::Reader& in) {
   size_t offset = in.uint(), n = in.uint();
   uint64_t site = in.uint();
   try {
-    made(storage, to_device(read_tensor(g, pid, fd, offset, n)), site);
+    made(storage, to_device(read_tensor(g, pid, fd, offset, n), site), site);
   } catch (...) {
     auto cause = cause_of("op", "reading a file", "(" + std::to_string(n) + " bytes from byte " + std::to_string(offset) + ")", site);
     store_.poison(storage, cause);
@@ -659,7 +659,7 @@ void Executor::fetch(mp::Reader& in) {
     if (!cause) {
       t = handed_over(t);
       if (t.is_cpu()) return value(request, t);
-      return fetch_from_device(t, [this, request](const at::Tensor& host, const CausePtr& lost) {
+      return fetch_from_device(t, site, [this, request](const at::Tensor& host, const CausePtr& lost) {
         lost ? answer_error(request, lost) : answer_value(request, host);
       });
     }
@@ -712,7 +712,7 @@ void Executor::send_tensor(mp::Reader& in) {
     if (!cause) {
       t = handed_over(t);
       if (!t.is_cpu() && !device_payload(b, t, static_cast<int>(dest)))
-        return fetch_from_device(t, [this, transfer, dest, site, b = std::make_shared<Buffer>(std::move(b))](
+        return fetch_from_device(t, site, [this, transfer, dest, site, b = std::make_shared<Buffer>(std::move(b))](
                                         const at::Tensor& host, const CausePtr& lost) {
           CausePtr cause = lost;
           try {
@@ -767,7 +767,7 @@ void Executor::recv_tensor(mp::Reader& in) {
       at::Tensor t = host_empty(g);
       TORCH_CHECK(bytes.size() == bytes_of(t), "a copy of ", bytes_of(t), " bytes came with ", bytes.size());
       if (!bytes.empty()) std::memcpy(t.mutable_data_ptr(), bytes.data(), bytes.size());
-      return made(storage, to_device(t), site);
+      return made(storage, to_device(t, site), site);
     }
     size_t fields = p.array();
     if (fields == 8) {  // the source's cause
@@ -793,7 +793,7 @@ void Executor::recv_tensor(mp::Reader& in) {
         if (!dead_peers_.count(source)) throw;
         return poison(storage, make_cause("peer", "WorkerDied", dead_peers_[source], "a copy between workers", "", site));
       }
-      when_done(Compute, [borrowed](const CausePtr&) {});
+      when_done(Compute, site, [borrowed](const CausePtr&) {});
       return made(storage, t, site);
     }
     int pid = static_cast<int>(p.integer()), fd = static_cast<int>(p.integer());
@@ -810,7 +810,7 @@ void Executor::recv_tensor(mp::Reader& in) {
                               "a copy between workers", "", site);
       return poison(storage, cause);
     }
-    if (copied.defined()) return made(storage, to_device(copied), site);
+    if (copied.defined()) return made(storage, to_device(copied, site), site);
     std::atomic_ref(memory_stats().mapped).fetch_add(static_cast<int64_t>(n), std::memory_order_relaxed);
     void* data = borrowed->map.data;
     made(storage, adopt({data, borrowed.release(), &end_borrowed, c10::Device(c10::DeviceType::CPU)}, n, g), site);
@@ -891,7 +891,7 @@ void Executor::sync(mp::Reader& in) {
     return answer_error(request, cause);
   }
   if (on_host()) answer_done(request);
-  else when_done(Compute, [this, request](const CausePtr& lost) { lost ? answer_error(request, lost) : answer_done(request); });
+  else when_done(Compute, 0, [this, request](const CausePtr& lost) { lost ? answer_error(request, lost) : answer_done(request); });
 }
 
 void Executor::event(mp::Reader& in) {
@@ -906,7 +906,7 @@ void Executor::event(mp::Reader& in) {
     answer(out_);
   };
   if (on_host()) happened();
-  else when_done(Compute, [this, request, happened](const CausePtr& lost) { lost ? answer_error(request, lost) : happened(); });
+  else when_done(Compute, 0, [this, request, happened](const CausePtr& lost) { lost ? answer_error(request, lost) : happened(); });
 }
 
 void Executor::stats(mp::Reader& in) {
@@ -1053,6 +1053,13 @@ void Executor::import(mp::Reader& in) {
   reply(b);
 }
 
+// As the client's attention_order packs them.
+std::vector<int64_t> backends_in(uint32_t order) {
+  std::vector<int64_t> backends(at::num_sdp_backends);
+  for (auto b = backends.rbegin(); b != backends.rend(); ++b, order >>= 3) *b = order & 7;
+  return backends;
+}
+
 // PyTorch's switches for GPUs, set by the client as the program has them.
 bool Executor::set_switch(std::string_view name, int64_t value) {
   auto& c = at::globalContext();
@@ -1064,7 +1071,9 @@ bool Executor::set_switch(std::string_view name, int64_t value) {
   else if (name == "cublas.allow_tf32") c.setAllowTF32CuBLAS(on);
   else if (name == "sdp.flash") c.setSDPUseFlash(on);
   else if (name == "sdp.mem_efficient") c.setSDPUseMemEfficient(on);
+  else if (name == "sdp.cudnn") c.setSDPUseCuDNN(on);
   else if (name == "sdp.math") c.setSDPUseMath(on);
+  else if (name == "sdp.order") c.setSDPPriorityOrder(backends_in(static_cast<uint32_t>(value)));
   else return false;
   return true;
 }

@@ -1,4 +1,4 @@
-"""For workers in tests: CUDA's attention operators, computed on the CPU. They ask of their arguments what CUDA's ask.
+"""For workers in tests: operators that only CUDA has, computed on the CPU. They ask of their arguments what CUDA's ask.
 
 Importing it changes PyTorch only in a worker: the client compares with eager's own attention.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_FLASH, _EFFICIENT, _MATH = 1, 2, 0
+_MATH, _FLASH, _EFFICIENT, _CUDNN = range(4)
 _ALIGNED = 16
 Tensor = torch.Tensor
 
@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 def _choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> int:
     if q.dim() != 4:
         return _MATH
+    if torch._C._get_sdp_priority_order()[0] == _CUDNN and torch.backends.cuda.cudnn_sdp_enabled():
+        return _CUDNN
     if mask is None and torch.backends.cuda.flash_sdp_enabled():
         return _FLASH
     return _EFFICIENT if torch.backends.cuda.mem_efficient_sdp_enabled() else _MATH
@@ -84,6 +86,75 @@ def _efficient_backward(
     return of_scores @ k * factor, of_scores.transpose(-1, -2) @ q * factor, weights.transpose(-1, -2) @ grad, of_bias
 
 
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sums: bool, p: float = 0.0, causal: bool = False,
+    debug: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    assert bias is None or bias.isfinite().all(), "cuDNN takes no infinities"
+    scores = _scores(q, k, bias, causal, scale or q.size(-1) ** -0.5)
+    number = torch.zeros((), dtype=torch.int64)
+    of_rows = scores.logsumexp(-1, keepdim=True) if sums else None
+    nothing = torch.empty(0)
+    return scores.softmax(-1) @ v, of_rows, None, None, q.size(2), k.size(2), number, number.clone(), nothing
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, seed: Tensor, offset: Tensor, bias: Any,
+    cum_q: Any, cum_k: Any, max_q: int, max_k: int, p: float, causal: bool, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    assert (max_q, max_k) == (q.size(2), k.size(2))
+    wanted = [True, True, True, False]
+    return _efficient_backward(
+        grad, q, k, v, bias, out, sums.squeeze(-1), seed, offset, p, wanted, causal, scale=scale
+    )[:3]
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Any:
+    """Eager's on the CPU, but for eps: twice as large, so that a test can tell."""
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    inverse = (x.square().mean(dims, keepdim=True) + 2 * (eps or torch.finfo(x.dtype).eps)).rsqrt()
+    return x * inverse * (1 if weight is None else weight), inverse
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: list[int], inverse: Tensor, weight: Tensor | None, wanted: list[bool]
+) -> Any:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    scaled = grad if weight is None else grad * weight
+    of_x = inverse * scaled - x * inverse**3 * (scaled * x).mean(dims, keepdim=True)
+    of_weight = (grad * x * inverse).sum(list(range(x.dim() - len(shape)))) if wanted[1] else None
+    return of_x, of_weight
+
+
+def _batch_norm_by_cudnn(x: Tensor, *_: Any) -> int:
+    return int(x.dim() >= 3 and torch.backends.cudnn.enabled)
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """PyTorch's own, its momentum halved so that a test can tell."""
+    out, save_mean, save_var = torch.native_batch_norm(x, weight, bias, mean, var, training, momentum / 2, eps)
+    return out, save_mean, save_var, torch.zeros(3, dtype=torch.uint8)
+
+
+def _batch_norm_backward(
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    mean: Any,
+    var: Any,
+    save_mean: Any,
+    save_var: Any,
+    eps: float,
+    rest: Tensor,
+) -> Any:
+    assert rest.shape == (3,), "what the forward reserved"
+    return torch.ops.aten.native_batch_norm_backward(
+        grad, x, weight, mean, var, save_mean, save_var, True, eps, [True] * 3
+    )
+
+
 if os.environ.get("DTORCH_ROLE") == "worker":
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in {
@@ -92,5 +163,13 @@ if os.environ.get("DTORCH_ROLE") == "worker":
         "_scaled_dot_product_flash_attention_backward": _flash_backward,
         "_scaled_dot_product_efficient_attention": _efficient,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        "_scaled_dot_product_cudnn_attention": _cudnn,
+        "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+        "_fused_rms_norm": _rms_norm,
+        "_fused_rms_norm_backward": _rms_norm_backward,
+        "cudnn_batch_norm": _batch_norm,
+        "cudnn_batch_norm_backward": _batch_norm_backward,
     }.items():
         library.impl(name, kernel, "CPU")
+    own = torch.library.Library("dtorch", "IMPL")
+    own.impl("batch_norm_by_cudnn", _batch_norm_by_cudnn, "CPU")

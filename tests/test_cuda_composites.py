@@ -1,13 +1,14 @@
-"""scaled_dot_product_attention where the workers have GPUs: the worker chooses, and the client calls CUDA's operators.
+"""What PyTorch's composites do on CUDA and nowhere else, where the workers have GPUs: attention, norms, autocast.
 
 There is no GPU here. The client is told that its workers compute on accelerators, and the workers, which are CPUs, have
-these operators from attention_kernels.py, where the demands of CUDA's kernels are checked. tests/test_gpu.py has the
-real ones.
+the operators that CUDA alone has from cuda_kernels.py, where the demands of CUDA's kernels are checked.
+tests/test_gpu.py has the real ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def accelerated(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
     monkeypatch.setattr(_client, "attach", told)
     dtorch.init(workers=1, device="cpu", threads_per_worker=1)
-    dtorch.import_on_workers("attention_kernels")
+    dtorch.import_on_workers("cuda_kernels")
     yield
     dtorch.shutdown()
 
@@ -107,12 +108,23 @@ def run(program: Callable[[Make], tuple[torch.Tensor, list[torch.Tensor]]], devi
     return [out.detach().cpu(), *(t.grad.cpu() for t in inputs if t.grad is not None)]
 
 
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.OVERRIDEABLE,
+]
+
+
+@pytest.mark.parametrize("order", [None, CUDNN_FIRST], ids=["usual", "cudnn"])
 @pytest.mark.parametrize("program", CASES.values(), ids=CASES)
-def test_attention_of_a_worker_with_a_gpu(program: Any, accelerated: None) -> None:
+def test_attention_of_a_worker_with_a_gpu(program: Any, order: list[SDPBackend] | None, accelerated: None) -> None:
     wanted = run(program, "cpu")
     for attempt in range(2):
         before = dtorch.client_stats()["geometry_asks"]
-        got = run(program, "dtorch")
+        with sdpa_kernel(order, set_priority=True) if order else nullcontext():
+            got = run(program, "dtorch")
         assert len(got) == len(wanted)
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # other kernels, other order of sums
@@ -120,9 +132,9 @@ def test_attention_of_a_worker_with_a_gpu(program: Any, accelerated: None) -> No
 
 
 def test_the_programs_choice_of_backends_reaches_the_worker(accelerated: None) -> None:
-    def operators(*backends: SDPBackend) -> set[str]:
+    def operators(*backends: SDPBackend, first: bool = False) -> set[str]:
         q = dtorch.rand(1, 2, 4, 8)
-        with sdpa_kernel(list(backends)):
+        with sdpa_kernel(list(backends), set_priority=first):
             seen: set[str] = set()
             with torch.profiler.profile() as recorded:
                 attention(q, q, q).cpu()
@@ -136,6 +148,84 @@ def test_the_programs_choice_of_backends_reaches_the_worker(accelerated: None) -
     efficient = operators(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE)
     assert "aten::_scaled_dot_product_efficient_attention" in efficient
     assert "aten::_scaled_dot_product_attention_math" in operators(SDPBackend.MATH)
+    assert "aten::_scaled_dot_product_cudnn_attention" in operators(*CUDNN_FIRST, first=True)
+    assert "aten::_scaled_dot_product_flash_attention" in operators(*CUDNN_FIRST)
+
+
+def _batch_norm(make: Make, training: bool = True, shape: tuple[int, ...] = (4, 3, 5)) -> list[torch.Tensor]:
+    """Result, running mean and variance, and gradients."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight, bias = (make(torch.randn(s, generator=generator)).requires_grad_() for s in (shape, (3,), (3,)))
+    mean, var = make(torch.zeros(3)), make(torch.ones(3))
+    out = torch.nn.functional.batch_norm(x, mean, var, weight, bias, training, 0.1)
+    out.square().sum().backward()
+    return [t.detach().cpu() for t in (out, mean, var, x.grad, weight.grad, bias.grad) if t is not None]
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(4, 3, 5), (4, 3)])
+def test_batch_norm_is_cudnns_where_the_worker_says_so(
+    accelerated: None, cudnn: bool, training: bool, shape: tuple[int, ...]
+) -> None:
+    wanted = _batch_norm(lambda t: t, training, shape)
+    with torch.backends.cudnn.flags(enabled=cudnn):
+        got = _batch_norm(lambda t: t.to("dtorch"), training, shape)
+        before = dtorch.client_stats()["geometry_asks"]
+        _batch_norm(lambda t: t.to("dtorch"), training, shape)
+        assert dtorch.client_stats()["geometry_asks"] == before, "what was learned is not asked again"
+    if cudnn and training and len(shape) > 2:  # cuda_kernels.py halves cuDNN's momentum
+        assert torch.equal(got[1], wanted[1] / 2)
+        wanted[1], wanted[2] = got[1], got[2]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.usefixtures("accelerated")
+def test_a_wrong_batch_norm_raises_eagers_words() -> None:
+    x = torch.randn(4, 3, 5)
+    said = []
+    for device in ("cpu", "dtorch"):
+        with pytest.raises(RuntimeError) as caught:
+            torch.nn.functional.batch_norm(
+                x.to(device), None, None, *(torch.ones(2).to(device) for _ in range(2)), training=True
+            )
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+def _rms_norm(make: Make, eps: float, twice: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (make(torch.randn(s, generator=generator)).requires_grad_() for s in ((4, 6, 8), (8,)))
+    out = torch.nn.functional.rms_norm(x, (8,), weight, eps)
+    grads = torch.autograd.grad(out.square().sum(), (x, weight), create_graph=twice)
+    if twice:
+        grads = (*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (x, weight)))
+    return [t.detach().cpu() for t in (out, *grads)]
+
+
+def test_rms_norm_is_one_operator(accelerated: None) -> None:
+    got = _rms_norm(lambda t: t.to("dtorch"), 0.5)
+    for a, b in zip(got, _rms_norm(lambda t: t, 1.0), strict=True):  # cuda_kernels.py doubles eps
+        torch.testing.assert_close(a, b)
+
+
+def test_rms_norm_has_second_derivatives(accelerated: None) -> None:
+    got = _rms_norm(lambda t: t.to("dtorch"), 0.5, twice=True)
+    for a, b in zip(got, _rms_norm(lambda t: t, 1.0, twice=True), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_rms_norm_takes_itself_apart_again_once_the_workers_are_cpus(
+    accelerated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _rms_norm(lambda t: t.to("dtorch"), 0.5)
+    dtorch.shutdown()
+    monkeypatch.undo()
+    dtorch.init(workers=1, threads_per_worker=1)
+    got = _rms_norm(lambda t: t.to("dtorch"), 0.5)
+    for a, b in zip(got, _rms_norm(lambda t: t, 0.5), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_autocast_follows_the_lists_for_gpus(accelerated: None) -> None:
