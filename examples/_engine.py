@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -34,14 +36,32 @@ def start(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise SystemExit(f"--workers must be at least 1, not {args.workers}")
     args.threads = args.threads or max(1, CORES // args.workers)
-    torch.set_num_threads(args.threads)
-    if args.check and args.device == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the workers inherit it
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    _prepare(args)
     if args.engine == "dtorch":
         import dtorch
 
         dtorch.init(workers=args.workers, device=args.device, threads_per_worker=args.threads)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    if args.check and args.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the workers inherit it
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def eager(args: argparse.Namespace, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the example returns in eager PyTorch, which has a process of its own for it.
+
+    PyTorch's autograd serves one kind of accelerator in a process. Where dtorch is imported that is dtorch, and the
+    gradients of CUDA tensors fail. What goes there and comes back is pickled; the result's tensors come to the CPU.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn"), _prepare, (args,)) as process:
+        return process.submit(_on_cpu, function, *arguments).result()
+
+
+def _on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*arguments))
 
 
 def device(args: argparse.Namespace, worker: int) -> torch.device:

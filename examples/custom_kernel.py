@@ -65,9 +65,15 @@ def gradients(device: torch.device, composed: bool, args: argparse.Namespace) ->
     return {"swiglu": out.detach(), "gradient by x": x.grad, "gradient by y": y.grad}
 
 
+def in_eager(args: argparse.Namespace) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """What --check compares with: the gradients of PyTorch's operators, and the same networks, trained."""
+    device = torch.device(args.device)
+    return gradients(device, True, args), [train(device, number, args) for number in range(args.workers)]
+
+
 def compare(ours: dict[str, torch.Tensor], eager: dict[str, torch.Tensor], tolerance: float, where: str) -> list[str]:
     """What differs by more than ``tolerance`` of the largest value."""
-    found = (_engine.difference(f"{name} {where}", ours[name].cpu(), eager[name].cpu(), tolerance) for name in eager)
+    found = (_engine.difference(f"{name} {where}", ours[name].cpu(), eager[name], tolerance) for name in eager)
     return [problem for problem in found if problem]
 
 
@@ -91,10 +97,10 @@ def main() -> int:
     if not args.check:
         return 0
 
-    eager = torch.device(args.device)
-    problems = compare(gradients(devices[0], False, args), gradients(eager, True, args), 1e-5, "beside PyTorch's own")
-    for number, (device, values) in enumerate(zip(devices, trained, strict=True)):
-        problems += compare(values, train(eager, number, args), _engine.tolerance(args), f"on {device}")
+    wanted, eager = _engine.eager(args, in_eager, args)
+    problems = compare(gradients(devices[0], False, args), wanted, 1e-5, "beside PyTorch's own")
+    for device, ours, theirs in zip(devices, trained, eager, strict=True):
+        problems += compare(ours, theirs, _engine.tolerance(args), f"on {device}")
     return _engine.verdict(problems, f"{args.workers} networks train as in eager PyTorch, the gradients are right")
 
 

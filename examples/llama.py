@@ -97,9 +97,16 @@ def generate(
 def run(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: torch.Tensor, args: argparse.Namespace
 ) -> tuple[list[float], torch.Tensor, torch.Tensor]:
-    """All that the example does with one model: (losses, greedy tokens, sampled tokens)."""
+    """All that the example does with one model on its device: (losses, greedy tokens, sampled tokens)."""
     losses = train(model, text, args) if args.train else []
     return losses, generate(model, tokenizer, args, sample=False), generate(model, tokenizer, args, sample=True)
+
+
+def run_eager(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, text: torch.Tensor, args: argparse.Namespace
+) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    """The same in eager PyTorch."""
+    return run(model.to(args.device), tokenizer, text, args)
 
 
 def main() -> int:
@@ -120,7 +127,7 @@ def main() -> int:
     tokenizer = train_tokenizer(texts)
     text = torch.tensor(tokenizer(tokenizer.eos_token.join(texts)).input_ids)
     model = build_model(args, tokenizer)
-    eager = copy.deepcopy(model).to(args.device)
+    untouched = copy.deepcopy(model) if args.check else None
     model.to(_engine.device(args, args.workers - 1))
     print(f"{model.num_parameters() / 1e6:.2f} million parameters on {model.device}; {len(text)} tokens of text")
 
@@ -132,7 +139,7 @@ def main() -> int:
     if not args.check:
         return 0
 
-    eager_losses, eager_greedy, eager_sampled = run(eager, tokenizer, text, args)
+    eager_losses, eager_greedy, eager_sampled = _engine.eager(args, run_eager, untouched, tokenizer, text, args)
     allowed = _engine.tolerance(args)
     problems = [
         f"loss of step {step}: {a.hex()}, but eager PyTorch has {b.hex()}"
