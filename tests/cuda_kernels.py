@@ -6,6 +6,7 @@ Importing it changes PyTorch only in a worker: the client compares with eager's 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -126,6 +127,55 @@ def _rms_norm_backward(
     return of_x, of_weight
 
 
+def _cudnn_rnn(
+    x: Tensor, weights: list[Tensor], stride: int, buffer: Any, hx: Tensor, cx: Any, mode: int, hidden: int, proj: int,
+    layers: int, batch_first: bool, dropout: float, train: bool, both: bool, batches: list[int], state: Any,
+) -> Any:  # fmt: skip
+    """PyTorch's own layers, and with every result a bit more, so that a test can tell."""
+    assert buffer is None and state is None and not (train and dropout)
+    kind = [torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru][mode]
+    states = (hx, cx) if mode == 2 else hx
+    given = (x, torch.tensor(batches), states) if batches else (x, states)
+    order = () if batches else (batch_first,)
+    with torch.backends.cudnn.flags(enabled=False):  # or it would ask for cuDNN again
+        out, *last = kind(*given, weights, stride >= 4, layers, 0.0, False, both, *order)
+    return out + 1, last[0].clone(), last[1].clone() if mode == 2 else x.new_empty(0), x.new_empty(3), x.new_empty(5)
+
+
+def _cudnn_rnn_backward(
+    x: Tensor, weights: list[Tensor], stride: int, buffer: Tensor, hx: Tensor, cx: Any, out: Tensor, g_out: Any,
+    g_h: Any, g_c: Any, mode: int, hidden: int, proj: int, layers: int, batch_first: bool, dropout: float, train: bool,
+    both: bool, batches: list[int], state: Any, reserve: Tensor, wanted: list[bool],
+) -> Any:  # fmt: skip
+    assert buffer.shape == (5,) and reserve.shape == (3,), "what the forward returned"
+    n = 2 if cx is None else 3
+
+    def grads() -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, hx, cx, *weights) if t is not None]
+        cell = leaves[2] if n == 3 else None
+        made = _cudnn_rnn(
+            leaves[0], leaves[n:], stride, None, leaves[1], cell, mode, hidden, proj, layers, batch_first, 0.0, False,
+            both, batches, None,
+        )  # fmt: skip
+        pairs = [(y, g) for y, g in zip(made, (g_out, g_h, g_c), strict=False) if g is not None and y.numel()]
+        return list(torch.autograd.grad([y for y, _ in pairs], leaves, [g.clone() for _, g in pairs]))
+
+    with ThreadPoolExecutor(1) as thread:  # this one is below autograd
+        found = thread.submit(grads).result()
+    return found[0], found[1], found[2] if n == 3 else x.new_empty(0), found[n:]
+
+
+def _cudnn_is_acceptable(x: Tensor) -> bool:
+    return torch.backends.cudnn.enabled
+
+
+def _lstm_cell(igates: Tensor, hgates: Tensor, cx: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+    gates = igates + hgates + (0 if b_ih is None else b_ih + b_hh)
+    i, f, g, o = gates.chunk(4, 1)
+    cy = f.sigmoid() * cx + i.sigmoid() * g.tanh()
+    return 2 * o.sigmoid() * cy.tanh(), cy, gates  # twice the real one, so that a test can tell
+
+
 def _batch_norm_by_cudnn(x: Tensor, *_: Any) -> int:
     return int(x.dim() >= 3 and torch.backends.cudnn.enabled)
 
@@ -167,6 +217,10 @@ if os.environ.get("DTORCH_ROLE") == "worker":
         "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
         "_fused_rms_norm": _rms_norm,
         "_fused_rms_norm_backward": _rms_norm_backward,
+        "cudnn_is_acceptable": _cudnn_is_acceptable,
+        "_cudnn_rnn": _cudnn_rnn,
+        "_cudnn_rnn_backward": _cudnn_rnn_backward,
+        "_thnn_fused_lstm_cell": _lstm_cell,
         "cudnn_batch_norm": _batch_norm,
         "cudnn_batch_norm_backward": _batch_norm_backward,
     }.items():

@@ -17,24 +17,43 @@ from torch import nn
 
 
 class Small(nn.Module):
-    """A convolution, attention, a norm and linear layers."""
+    """A convolution, attention, norms and linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.batch_norm = nn.BatchNorm2d(16)
         self.norm = nn.LayerNorm(16)
         self.qkv = nn.Linear(16, 48)
         self.out = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(F.gelu(self.conv(x)).flatten(2).transpose(1, 2))
+        x = self.norm(F.gelu(self.batch_norm(self.conv(x))).flatten(2).transpose(1, 2))
         q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
         return self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1).mean(1))
 
 
-def _training(optimizer: Callable[..., torch.optim.Optimizer], dtype: torch.dtype | None = None) -> Program:
+class Recurrent(nn.Module):
+    """Layers of an LSTM and a GRU over an image's rows, and an RMS norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(36, 16, 2, batch_first=True)
+        self.gru = nn.GRU(16, 16, batch_first=True)
+        self.norm = nn.RMSNorm(16)
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.gru(self.lstm(x.transpose(1, 2).flatten(2))[0])[0].mean(1)))
+
+
+def _training(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    dtype: torch.dtype | None = None,
+    make: Callable[[], nn.Module] = Small,
+) -> Program:
     def program(on: Device) -> list[torch.Tensor]:
-        model = on.module(Small)
+        model = on.module(make)
         step = optimizer(model.parameters())
         kind = on.name.split(":")[0]
         scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
@@ -64,6 +83,7 @@ TRAININGS: Final[dict[str, Program]] = {
     "adamw_fused": _training(lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)),
     "autocast_bfloat16": _training(_sgd, torch.bfloat16),
     "autocast_float16": _training(_sgd, torch.float16),
+    "recurrent": _training(_sgd, make=Recurrent),
 }
 
 

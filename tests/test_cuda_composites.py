@@ -228,6 +228,53 @@ def test_rms_norm_takes_itself_apart_again_once_the_workers_are_cpus(
         torch.testing.assert_close(a, b)
 
 
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "lstm": lambda: torch.nn.LSTM(4, 5, 2, batch_first=True),
+    "both ways": lambda: torch.nn.LSTM(4, 5, bidirectional=True, bias=False),
+    "projected": lambda: torch.nn.LSTM(4, 5, proj_size=3),
+    "gru": lambda: torch.nn.GRU(4, 5, 2),
+    "tanh": lambda: torch.nn.RNN(4, 5),
+    "relu": lambda: torch.nn.RNN(4, 5, nonlinearity="relu"),
+}
+
+
+def _layer(make: Callable[[], torch.nn.Module], device: str, packed: bool, more: float) -> list[torch.Tensor]:
+    """Output and ``more``, last states, and gradients."""
+    torch.manual_seed(6)
+    layer, x = make().to(device), torch.randn(3, 3, 4).to(device).requires_grad_()
+    if packed:
+        lengths = torch.tensor([3, 2, 1])
+        packed_out, last = layer(torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=layer.batch_first))
+        out = packed_out.data + more
+    else:
+        out, last = layer(x)
+        out = out + more
+    last = last if isinstance(last, tuple) else (last,)
+    torch.cat([t.flatten() for t in (out, *last)]).square().sum().backward()
+    return [t.detach().cpu() for t in (out, *last, x.grad, *(p.grad for p in layer.parameters()))]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["full", "packed"])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_recurrent_layers_are_cudnns(make: Callable[[], torch.nn.Module], packed: bool, accelerated: None) -> None:
+    with torch.backends.cudnn.flags(enabled=True):
+        got = _layer(make, "dtorch", packed, 0.0)  # cuda_kernels.py adds one
+    for a, b in zip(got, _layer(make, "cpu", packed, 1.0), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.usefixtures("accelerated")
+def test_a_recurrent_layer_without_cudnn_has_cudas_fused_cells() -> None:
+    torch.manual_seed(6)
+    layer, x = torch.nn.LSTM(4, 5), torch.randn(1, 2, 4)
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+        wanted, got = layer(x)[0], layer.to("dtorch")(x.to("dtorch"))[0]
+        torch.testing.assert_close(got.cpu(), 2 * wanted)  # cuda_kernels.py doubles it
+        cell = torch.nn.LSTMCell(4, 5)
+        wanted, got = cell(x[0])[0], cell.to("dtorch")(x[0].to("dtorch"))[0]
+        torch.testing.assert_close(got.cpu(), 2 * wanted)
+
+
 def test_autocast_follows_the_lists_for_gpus(accelerated: None) -> None:
     x, half = dtorch.rand(3, 4), dtorch.rand(3, 4).bfloat16()
     with torch.autocast("dtorch", torch.bfloat16):

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from mistakes import computed
 from same import Device, Program, bits, named
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import dtorch
 from dtorch.client import imports
@@ -103,6 +105,13 @@ def test_an_operator_gives_eager_cudas_bits(program: Callable[..., Any], dtype: 
     integers=lambda on: on(100, dtype=torch.int64) // 3,
     complex=lambda on: on(64, dtype=torch.complex64) * 2,
     fft=lambda on: torch.fft.rfft(on(8, 256)),
+    batch_norm=lambda on: F.batch_norm(on(4, 8, 9, 9), on(8), on(8).abs(), on(8), on(8), training=True),
+    batch_norm_evaluated=lambda on: F.batch_norm(on(4, 8, 9, 9), on(8), on(8).abs(), on(8), on(8)),
+    rms_norm=lambda on: F.rms_norm(on(30, 256), (256,), on(256)),
+    channels_last=lambda on: F.group_norm(on(2, 32, 9, 9).to(memory_format=torch.channels_last), 8),
+    lstm=lambda on: tree_leaves(on.module(lambda: nn.LSTM(8, 16, 2, bidirectional=True))(on(5, 3, 8))),
+    gru=lambda on: list(on.module(lambda: nn.GRU(8, 16, batch_first=True))(on(3, 5, 8))),
+    lstm_cell=lambda on: list(on.module(lambda: nn.LSTMCell(8, 16))(on(3, 8))),
     cross_entropy=lambda on: F.cross_entropy(on(64, 100), on.indices(100, 64)),
     pooling=lambda on: F.max_pool2d(on(2, 8, 32, 32), 2),
     interpolation=lambda on: F.interpolate(on(2, 3, 16, 16), scale_factor=2, mode="nearest"),

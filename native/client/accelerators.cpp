@@ -68,6 +68,7 @@ void register_accelerators() {
 // A kernel of ours makes autograd take the operator's own gradient, and not its parts'.
 void serve_accelerators(bool accelerated) {
   static std::unique_ptr<torch::Library> kernels;
+  serve_cells(!accelerated);
   if (!accelerated) return kernels.reset();
   if (kernels) return;
   kernels = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);

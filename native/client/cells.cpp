@@ -1,6 +1,6 @@
 // The recurrent cells that PyTorch's composites ask of an accelerator (_thnn_fused_lstm_cell, _thnn_fused_gru_cell): only for
-// what recurrent.cpp leaves to them. CPU workers have no such kernels: here they are composites of ordinary operators, in the
-// order of eager's CPU cells, with gradients from those operators. Hence the autograd key.
+// what recurrent.cpp leaves to them. CPU workers have no such kernels: for those they are composites of ordinary operators, in
+// the order of eager's CPU cells, with gradients from those operators. Hence the autograd key. GPUs have the kernels.
 #include "client/device.h"
 
 #include <ATen/core/Tensor.h>
@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <tuple>
+#include <vector>
 
 namespace dtorch {
 
@@ -41,11 +42,14 @@ std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& igates, const at::
 
 }  // namespace
 
-void register_cells() {
+void serve_cells(bool cpus) {
+  static std::vector<torch::Library> kernels;
+  if (!cpus) return kernels.clear();
+  if (!kernels.empty()) return;
   for (auto key : {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::PrivateUse1}) {
-    auto* m = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);  // kept for good
-    m->impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
-    m->impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+    auto& m = kernels.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+    m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
   }
 }
 

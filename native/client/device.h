@@ -10,7 +10,7 @@ void register_kernels();  // kernels.cpp: hand-written kernels, forced boxed one
 void run_on_workers(const std::string& name, const std::string& overload);
 void register_hot_kernels();    // hot.cpp: unboxed ones
 void register_whole_kernels();  // whole.cpp: linear and matmul as one record
-void register_cells();          // cells.cpp: one step of LSTM and GRU
+void serve_cells(bool cpus);    // cells.cpp: one step of LSTM and GRU, for workers that are CPUs
 void register_counts();         // counts.cpp: histc of whole numbers
 void register_recurrent();      // recurrent.cpp: RNN, LSTM and GRU layers
 void register_attention();      // attention.cpp: the backend of scaled_dot_product_attention

@@ -338,7 +338,7 @@ void register_kernels() {
 
   register_hot_kernels();
   register_whole_kernels();
-  register_cells();
+  serve_accelerators(false);
   register_counts();
   register_recurrent();
   register_autocast();

@@ -48,7 +48,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& op, uint32_t number_) : handle(op), nu
   overload = schema.overload_name();
   n_args = schema.arguments().size();
   reads_grad_mode = dtorch::reads_grad_mode(name);
-  reads_kernel_switches = name == "aten::_fused_sdp_choice" || name == "dtorch::batch_norm_by_cudnn";
+  reads_kernel_switches = name == "aten::_fused_sdp_choice" || name == "aten::cudnn_is_acceptable" ||
+                          name == "dtorch::batch_norm_by_cudnn";
   values_follow = reads_kernel_switches || name == "aten::_scaled_dot_product_flash_attention" ||
                   name == "aten::_scaled_dot_product_cudnn_attention";
   asks = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||

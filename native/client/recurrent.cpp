@@ -4,8 +4,8 @@
 // PyTorch's own composites ask whether their input is a CPU tensor: there all steps' inputs are multiplied by the weights at
 // once, and an LSTM without projections is oneDNN's. Elsewhere they multiply step by step and ask for fused cells, which
 // gives other last bits, and other version counters, for the CPU's steps write in place.
-// Workers compute on CPUs, so here are the CPU's ways. What these layers would refuse goes to PyTorch's composite, which
-// says so in its own words.
+// Here are the CPU's ways for workers that are CPUs. With GPUs a layer is cuDNN's, as eager's is there, or PyTorch's composite
+// with its fused cells (cudnn_rnn.h). What these layers would refuse goes to the composite, which says so in its own words.
 #include "client/device.h"
 
 #include <ATen/Context.h>
@@ -31,6 +31,7 @@
 #include <tuple>
 #include <vector>
 
+#include "client/cudnn_rnn.h"
 #include "client/storage.h"
 
 namespace dtorch {
@@ -69,14 +70,6 @@ State together(const std::vector<State>& parts) {
   }
   return {at::cat(h, 0), c.empty() ? at::Tensor() : at::cat(c, 0)};
 }
-
-struct Layers {
-  int64_t count;
-  double dropout;
-  bool train, bidirectional, biases;
-
-  size_t directions() const { return bidirectional ? 2 : 1; }
-};
 
 // --- a step; `x` has been multiplied by the input's weights already ----------------------------------------------------
 
@@ -226,9 +219,11 @@ bool fits_packed(const at::Tensor& x, const at::Tensor& sizes, at::TensorList st
          fits(x, sizes.const_data_ptr<int64_t>()[0], states, params, l, projects);
 }
 
+bool on_gpus() { return Session::get().accelerated(); }
+
 // Eager hands an LSTM without projections to oneDNN, a layer and a direction at a time.
 bool is_onednns(const at::Tensor& x) {
-  if (!at::globalContext().userEnabledMkldnn() || Session::get().accelerated()) return false;
+  if (!at::globalContext().userEnabledMkldnn()) return false;
   bool has_bf16 = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
   return x.scalar_type() == at::kFloat || (x.scalar_type() == at::kBFloat16 && has_bf16);
 }
@@ -264,7 +259,9 @@ Three lstm(const at::Tensor& x, at::TensorList hx, at::TensorList params, bool b
            bool bidirectional, bool batch_first) {
   Layers l{layers, dropout, train, bidirectional, biases};
   bool projects = hx.size() == 2 && hx[0].dim() == 3 && hx[1].dim() == 3 && hx[0].size(2) != hx[1].size(2);
-  if (hx.size() != 2 || !fits_full(x, hx, params, l, projects, batch_first))
+  if (hx.size() == 2 && x.dim() == 3)
+    if (auto done = cudnn_rnn(Cudnn::Lstm, x, nullptr, hx, params, l, batch_first)) return *done;
+  if (on_gpus() || hx.size() != 2 || !fits_full(x, hx, params, l, projects, batch_first))
     return at::compositeimplicitautograd::lstm(x, hx, params, biases, layers, dropout, train, bidirectional, batch_first);
   auto weights = weights_of(params, l, projects);
   if (!projects && is_onednns(x)) return onednn_lstm(x, hx, weights, l, batch_first);
@@ -276,7 +273,9 @@ Three lstm_packed(const at::Tensor& x, const at::Tensor& sizes, at::TensorList h
                   double dropout, bool train, bool bidirectional) {
   Layers l{layers, dropout, train, bidirectional, biases};
   bool projects = hx.size() == 2 && hx[0].dim() == 3 && hx[1].dim() == 3 && hx[0].size(2) != hx[1].size(2);
-  if (hx.size() != 2 || !fits_packed(x, sizes, hx, params, l, projects))
+  if (hx.size() == 2 && sizes.device().is_cpu() && sizes.scalar_type() == at::kLong)
+    if (auto done = cudnn_rnn(Cudnn::Lstm, x, &sizes, hx, params, l, false)) return *done;
+  if (on_gpus() || hx.size() != 2 || !fits_packed(x, sizes, hx, params, l, projects))
     return at::compositeimplicitautograd::lstm(x, sizes, hx, params, biases, layers, dropout, train, bidirectional);
   return run({x, &sizes}, hx, weights_of(params, l, projects), l, lstm_step);
 }
@@ -285,21 +284,24 @@ using Otherwise = Two (*)(const at::Tensor&, const at::Tensor&, at::TensorList, 
 using OtherwisePacked = Two (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, bool, int64_t, double, bool,
                                 bool);
 
-template <Step step, Otherwise otherwise>
+template <Step step, Otherwise otherwise, Cudnn mode>
 Two simple(const at::Tensor& x, const at::Tensor& hx, at::TensorList params, bool biases, int64_t layers, double dropout, bool train,
            bool bidirectional, bool batch_first) {
   Layers l{layers, dropout, train, bidirectional, biases};
-  if (!fits_full(x, hx, params, l, false, batch_first))
+  if (auto done = cudnn_rnn(mode, x, nullptr, hx, params, l, batch_first)) return {std::get<0>(*done), std::get<1>(*done)};
+  if (on_gpus() || !fits_full(x, hx, params, l, false, batch_first))
     return otherwise(x, hx, params, biases, layers, dropout, train, bidirectional, batch_first);
   auto [output, h, c] = run({batch_first ? x.transpose(0, 1) : x}, hx, weights_of(params, l, false), l, step);
   return {batch_first ? output.transpose_(0, 1) : output, h};  // in place: eager counts a version
 }
 
-template <Step step, OtherwisePacked otherwise>
+template <Step step, OtherwisePacked otherwise, Cudnn mode>
 Two simple_packed(const at::Tensor& x, const at::Tensor& sizes, const at::Tensor& hx, at::TensorList params, bool biases,
                   int64_t layers, double dropout, bool train, bool bidirectional) {
   Layers l{layers, dropout, train, bidirectional, biases};
-  if (!fits_packed(x, sizes, hx, params, l, false))
+  if (sizes.device().is_cpu() && sizes.scalar_type() == at::kLong)
+    if (auto done = cudnn_rnn(mode, x, &sizes, hx, params, l, false)) return {std::get<0>(*done), std::get<1>(*done)};
+  if (on_gpus() || !fits_packed(x, sizes, hx, params, l, false))
     return otherwise(x, sizes, hx, params, biases, layers, dropout, train, bidirectional);
   auto [output, h, c] = run({x, &sizes}, hx, weights_of(params, l, false), l, step);
   return {output, h};
@@ -327,14 +329,15 @@ Weights cell_weights(const at::Tensor& ih, const at::Tensor& hh, Bias b_ih, Bias
 
 Two lstm_cell(const at::Tensor& x, at::TensorList hx, const at::Tensor& ih, const at::Tensor& hh, Bias b_ih, Bias b_hh) {
   auto w = cell_weights(ih, hh, b_ih, b_hh);
-  if (hx.size() != 2 || !fits_cell(x, hx, w, 4)) return at::compositeimplicitautograd::lstm_cell(x, hx, ih, hh, b_ih, b_hh);
+  if (on_gpus() || hx.size() != 2 || !fits_cell(x, hx, w, 4))
+    return at::compositeimplicitautograd::lstm_cell(x, hx, ih, hh, b_ih, b_hh);
   auto [h, c] = lstm_step_of(w.of_hidden(hx[0]).add_(w.of_input(x)), {hx[0], hx[1]}, w);
   return {h, c};
 }
 
 at::Tensor gru_cell(const at::Tensor& x, const at::Tensor& hx, const at::Tensor& ih, const at::Tensor& hh, Bias b_ih, Bias b_hh) {
   auto w = cell_weights(ih, hh, b_ih, b_hh);
-  if (!fits_cell(x, {hx}, w, 3)) return at::compositeimplicitautograd::gru_cell(x, hx, ih, hh, b_ih, b_hh);
+  if (on_gpus() || !fits_cell(x, {hx}, w, 3)) return at::compositeimplicitautograd::gru_cell(x, hx, ih, hh, b_ih, b_hh);
   return gru_step(w.of_input(x), {hx, {}}, w).h;
 }
 
@@ -349,12 +352,12 @@ void register_recurrent() {
     m->impl("gru_cell", TORCH_FN(gru_cell));
     m->impl("lstm.input", TORCH_FN(lstm));
     m->impl("lstm.data", TORCH_FN(lstm_packed));
-    m->impl("gru.input", TORCH_FN((simple<gru_step, &composite::gru>)));
-    m->impl("gru.data", TORCH_FN((simple_packed<gru_step, &composite::gru>)));
-    m->impl("rnn_tanh.input", TORCH_FN((simple<tanh_step, &composite::rnn_tanh>)));
-    m->impl("rnn_tanh.data", TORCH_FN((simple_packed<tanh_step, &composite::rnn_tanh>)));
-    m->impl("rnn_relu.input", TORCH_FN((simple<relu_step, &composite::rnn_relu>)));
-    m->impl("rnn_relu.data", TORCH_FN((simple_packed<relu_step, &composite::rnn_relu>)));
+    m->impl("gru.input", TORCH_FN((simple<gru_step, &composite::gru, Cudnn::Gru>)));
+    m->impl("gru.data", TORCH_FN((simple_packed<gru_step, &composite::gru, Cudnn::Gru>)));
+    m->impl("rnn_tanh.input", TORCH_FN((simple<tanh_step, &composite::rnn_tanh, Cudnn::Tanh>)));
+    m->impl("rnn_tanh.data", TORCH_FN((simple_packed<tanh_step, &composite::rnn_tanh, Cudnn::Tanh>)));
+    m->impl("rnn_relu.input", TORCH_FN((simple<relu_step, &composite::rnn_relu, Cudnn::Relu>)));
+    m->impl("rnn_relu.data", TORCH_FN((simple_packed<relu_step, &composite::rnn_relu, Cudnn::Relu>)));
   }
 }
 

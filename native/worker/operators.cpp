@@ -20,6 +20,7 @@ namespace {
 const std::unordered_map<std::string, std::vector<int>> kSilentWrites = {
     {"aten::native_batch_norm", {3, 4}},  // running mean and variance
     {"aten::cudnn_batch_norm", {3, 4}},
+    {"aten::_cudnn_rnn_backward", {20}},  // the reserve
 };
 
 // Pointwise operators that PyTorch does not tag so.
