@@ -290,6 +290,8 @@ def test_autocast_follows_the_lists_for_gpus(accelerated: None) -> None:
             "relu": half.relu(),
             "add": half + half,
         }
+        with pytest.raises(RuntimeError, match="not safe under autocast"):
+            torch.nn.functional.binary_cross_entropy(x, x)
     low = {"linear", "sum of a dtype", "addcmul of halves", "relu", "add"}
     assert {name: t.dtype for name, t in made.items()} == {
         name: torch.bfloat16 if name in low else torch.float32 for name in made

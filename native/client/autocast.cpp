@@ -22,8 +22,8 @@ namespace dtorch {
 namespace {
 
 // `Sums` run in float32 unless they are told another dtype.
-enum class Policy { None, Lower, Float32, Sums, Widest };
-constexpr size_t kPolicies = 5;
+enum class Policy { None, Lower, Float32, Sums, Widest, Refused };
+constexpr size_t kPolicies = 6;
 
 const std::unordered_set<std::string>& lower_on_cpu() {
   static const std::unordered_set<std::string> names{
@@ -53,7 +53,8 @@ const std::map<std::string, Policy>& on_gpu() {
   static const std::map<std::string, Policy> all{
       AT_FORALL_LOWER_PRECISION_FP(DTORCH_LOWER) AT_FORALL_FP32(DTORCH_FLOAT32) AT_FORALL_FP32_SET_OPT_DTYPE(DTORCH_SUMS)
           AT_FORALL_PROMOTE(DTORCH_WIDEST){"norm, Scalar", Policy::Float32},
-      {"norm, ScalarOpt_dim", Policy::Float32}};
+      {"norm, ScalarOpt_dim", Policy::Float32},
+      {"binary_cross_entropy", Policy::Refused}};
 #undef DTORCH_LOWER
 #undef DTORCH_FLOAT32
 #undef DTORCH_SUMS
@@ -115,6 +116,10 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     case Policy::Float32: return run_in(at::kFloat, op, stack);
     case Policy::Sums: return sum_in_float32(op, stack);
     case Policy::Widest: return in_widest(op, stack);
+    case Policy::Refused:
+      TORCH_CHECK(false, op.schema().name(), " is not safe under autocast on GPUs: probabilities that came out of a lower "
+                  "precision are rounded to 0 and 1. Leave the sigmoid to the loss (binary_cross_entropy_with_logits, "
+                  "nn.BCEWithLogitsLoss), or turn autocast off around it (enabled=False) and give it float32");
     case Policy::None: break;  // what it is made of may have a policy
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::AutocastPrivateUse1), stack);
