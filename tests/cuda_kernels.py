@@ -169,6 +169,15 @@ def _cudnn_is_acceptable(x: Tensor) -> bool:
     return torch.backends.cudnn.enabled
 
 
+def _grid_sampler(x: Tensor, grid: Tensor) -> Tensor:
+    """PyTorch's own and one more, so that a test can tell."""
+    return torch.grid_sampler_2d(x, grid, 0, 0, True) + 1
+
+
+def _grid_sampler_backward(x: Tensor, grid: Tensor, grad: Tensor) -> Any:
+    return torch.ops.aten.grid_sampler_2d_backward(grad, x, grid, 0, 0, True, [True, True])
+
+
 def _lstm_cell(igates: Tensor, hgates: Tensor, cx: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
     gates = igates + hgates + (0 if b_ih is None else b_ih + b_hh)
     i, f, g, o = gates.chunk(4, 1)
@@ -221,6 +230,8 @@ if os.environ.get("DTORCH_ROLE") == "worker":
         "_cudnn_rnn": _cudnn_rnn,
         "_cudnn_rnn_backward": _cudnn_rnn_backward,
         "_thnn_fused_lstm_cell": _lstm_cell,
+        "cudnn_grid_sampler": _grid_sampler,
+        "cudnn_grid_sampler_backward": _grid_sampler_backward,
         "cudnn_batch_norm": _batch_norm,
         "cudnn_batch_norm_backward": _batch_norm_backward,
     }.items():

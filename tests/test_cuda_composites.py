@@ -228,6 +228,26 @@ def test_rms_norm_takes_itself_apart_again_once_the_workers_are_cpus(
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("mode", "padding", "align", "cudnns"),
+    [("bilinear", "zeros", True, 1), ("nearest", "zeros", True, 0), ("bilinear", "border", True, 0),
+     ("bilinear", "zeros", False, 0)],
+)  # fmt: skip
+def test_some_samples_are_cudnns(accelerated: None, mode: str, padding: str, align: bool, cudnns: int) -> None:
+    def program(device: str, more: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        x, grid = torch.randn(2, 3, 5, 4, generator=generator), torch.randn(2, 6, 6, 2, generator=generator)
+        x, grid = (t.to(device).requires_grad_() for t in (x, grid))
+        out = torch.nn.functional.grid_sample(x, grid, mode, padding, align) + more
+        out.square().sum().backward()
+        return [t.detach().cpu() for t in (out, x.grad, grid.grad) if t is not None]
+
+    with torch.backends.cudnn.flags(enabled=True):
+        got = program("dtorch", 0)
+    for a, b in zip(got, program("cpu", cudnns), strict=True):  # cuda_kernels.py adds one
+        torch.testing.assert_close(a, b)
+
+
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "lstm": lambda: torch.nn.LSTM(4, 5, 2, batch_first=True),
     "both ways": lambda: torch.nn.LSTM(4, 5, bidirectional=True, bias=False),

@@ -114,6 +114,7 @@ def test_an_operator_gives_eager_cudas_bits(program: Callable[..., Any], dtype: 
     lstm_cell=lambda on: list(on.module(lambda: nn.LSTMCell(8, 16))(on(3, 8))),
     cross_entropy=lambda on: F.cross_entropy(on(64, 100), on.indices(100, 64)),
     pooling=lambda on: F.max_pool2d(on(2, 8, 32, 32), 2),
+    sampling=lambda on: F.grid_sample(on(2, 3, 9, 9), on(2, 5, 5, 2), align_corners=True),
     interpolation=lambda on: F.interpolate(on(2, 3, 16, 16), scale_factor=2, mode="nearest"),
     empty=lambda on: on(0, 4) + 1,
     factories=lambda on: [torch.arange(7, device=on.name) * 2, torch.linspace(0, 1, 9, device=on.name)],

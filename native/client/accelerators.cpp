@@ -1,14 +1,18 @@
-// What PyTorch's composites do on CUDA and on no other device: batch norm by cuDNN, and RMS norm as one operator.
+// What PyTorch's composites do on CUDA and on no other device: batch norm and bilinear samples by cuDNN, RMS norm as one operator.
 //
 // The composites go by the device's name, which is another one here. While the workers have accelerators, what they call for
-// CUDA is called for dtorch. Whether batch norm is cuDNN's the worker says, once for arguments of one geometry.
+// CUDA is called for dtorch. Whether something is cuDNN's the worker says, once for arguments of one geometry.
+#include <ATen/native/GridSamplerUtils.h>
 #include <ATen/ops/_batch_norm_impl_index_native.h>
 #include <ATen/ops/cudnn_batch_norm_ops.h>
+#include <ATen/ops/cudnn_grid_sampler_ops.h>
+#include <ATen/ops/grid_sampler_native.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <memory>
 
+#include "client/cudnn_rnn.h"
 #include "client/device.h"
 #include "client/issue.h"
 #include "common/batch_norm.h"
@@ -50,6 +54,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> batch_norm(const Tensor& inp
   return {out, save_mean, save_var, reserve, 1};  // 1: PyTorch's number for cuDNN
 }
 
+// cuDNN's sampler has one mode and at most 1024 channels.
+Tensor grid_sampler(const Tensor& input, const Tensor& grid, int64_t mode, int64_t padding, bool align_corners) {
+  using at::native::GridSamplerInterpolation, at::native::GridSamplerPadding;
+  auto fits = [](const Tensor& t) {
+    return is_ours(t) && t.dim() == 4 && at::native::canUse32BitIndexMath(t) &&
+           (t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kDouble);
+  };
+  bool cudnns = Session::get().accelerated() && mode == static_cast<int64_t>(GridSamplerInterpolation::Bilinear) &&
+                padding == static_cast<int64_t>(GridSamplerPadding::Zeros) && align_corners && fits(input) && fits(grid) &&
+                input.size(1) <= 1024 && cudnn_takes(input) && cudnn_takes(grid);
+  return cudnns ? at::_ops::cudnn_grid_sampler::call(input, grid)
+                : at::native::grid_sampler(input, grid, mode, padding, align_corners);
+}
+
 void issue(const c10::OperatorHandle& op, torch::jit::Stack* stack) { issue_boxed(op_info(op), stack); }
 
 }  // namespace
@@ -62,6 +80,7 @@ void register_accelerators() {
   for (auto key : {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::PrivateUse1}) {
     auto* m = new Library(Library::IMPL, "aten", key, __FILE__, __LINE__);
     m->impl("_batch_norm_impl_index", TORCH_FN(batch_norm));
+    m->impl("grid_sampler", TORCH_FN(grid_sampler));
   }
 }
 

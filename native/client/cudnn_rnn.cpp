@@ -13,21 +13,17 @@
 
 namespace dtorch {
 
-namespace {
-
-bool acceptable(const at::Tensor& x) {
+bool cudnn_takes(const at::Tensor& x) {
   static const OpInfo& choice = op_info("aten::cudnn_is_acceptable", "");
   torch::jit::Stack stack{x};
   issue_boxed(choice, &stack);
   return stack[0].toBool();
 }
 
-}  // namespace
-
 std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> cudnn_rnn(Cudnn mode, const at::Tensor& x, const at::Tensor* sizes,
                                                                         at::TensorList hidden, at::TensorList params,
                                                                         const Layers& l, bool batch_first) {
-  if (!Session::get().accelerated() || !is_ours(x) || x.numel() == 0 || (l.train && l.dropout != 0) || !acceptable(x))
+  if (!Session::get().accelerated() || !is_ours(x) || x.numel() == 0 || (l.train && l.dropout != 0) || !cudnn_takes(x))
     return std::nullopt;
   // Under autocast all of it is in the lower precision.
   auto cast = [](const at::Tensor& t) {

@@ -8,6 +8,9 @@
 
 namespace dtorch {
 
+// Whether PyTorch would give a tensor like this one to cuDNN, as the worker says.
+bool cudnn_takes(const at::Tensor& x);
+
 // As cuDNN numbers them.
 enum class Cudnn : int64_t { Relu = 0, Tanh = 1, Lstm = 2, Gru = 3 };
 
