@@ -84,6 +84,8 @@ TRAININGS: Final[dict[str, Program]] = {
     "autocast_bfloat16": _training(_sgd, torch.bfloat16),
     "autocast_float16": _training(_sgd, torch.float16),
     "recurrent": _training(_sgd, make=Recurrent),
+    "recurrent_bfloat16": _training(_sgd, torch.bfloat16, Recurrent),
+    "recurrent_float16": _training(_sgd, torch.float16, Recurrent),
 }
 
 

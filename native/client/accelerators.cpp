@@ -33,11 +33,12 @@ bool by_cudnn(const Tensor& input, const Tensor& weight, const Tensor& bias, May
   return stack[0].toInt() != 0;
 }
 
-// What does not fit is left to the composite, which says so.
+// What does not fit is left to the composite, which says so; what is wrapped or traced (is_plain) is left to it, too.
 bool fits(const Tensor& input, std::initializer_list<const std::optional<Tensor>*> of_channels) {
-  if (input.dim() < 2 || input.sym_numel() == 0) return false;
-  return std::all_of(of_channels.begin(), of_channels.end(),
-                     [&](auto* t) { return !*t || !(*t)->defined() || (*t)->sym_numel() == input.sym_size(1); });
+  if (!is_plain(input) || input.dim() < 2 || input.numel() == 0) return false;
+  return std::all_of(of_channels.begin(), of_channels.end(), [&](auto* t) {
+    return !*t || !(*t)->defined() || (is_plain(**t) && (*t)->device() == input.device() && (*t)->numel() == input.size(1));
+  });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> batch_norm(const Tensor& input, MaybeTensor weight, MaybeTensor bias,
@@ -58,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> batch_norm(const Tensor& inp
 Tensor grid_sampler(const Tensor& input, const Tensor& grid, int64_t mode, int64_t padding, bool align_corners) {
   using at::native::GridSamplerInterpolation, at::native::GridSamplerPadding;
   auto fits = [](const Tensor& t) {
-    return is_ours(t) && t.dim() == 4 && at::native::canUse32BitIndexMath(t) &&
+    return is_plain(t) && t.dim() == 4 && at::native::canUse32BitIndexMath(t) &&
            (t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kDouble);
   };
   bool cudnns = Session::get().accelerated() && mode == static_cast<int64_t>(GridSamplerInterpolation::Bilinear) &&
@@ -86,7 +87,7 @@ void register_accelerators() {
 
 // A kernel of ours makes autograd take the operator's own gradient, and not its parts'.
 void serve_accelerators(bool accelerated) {
-  static std::unique_ptr<torch::Library> kernels;
+  static auto& kernels = *new std::unique_ptr<torch::Library>;
   serve_cells(!accelerated);
   if (!accelerated) return kernels.reset();
   if (kernels) return;

@@ -3,7 +3,7 @@
 // PyTorch's composite asks for a choice and then calls the chosen backend's operator, whose name says its device. On CPU
 // workers the choice is eager's for the CPU. On accelerators the worker chooses, once for arguments of one geometry; the
 // composite knows fused operators of other devices than CUDA by one name only, so its kernel here calls CUDA's own, which the
-// worker has, and its backward those operators' backward.
+// worker has, and its backward those operators' backward. Under torch.func and torch.compile attention is PyTorch's composite.
 #include "client/device.h"
 
 #include <ATen/native/transformers/attention.h>
@@ -33,6 +33,7 @@ using Backend = at::SDPBackend;
 
 Backend chosen(const Tensor& q, const Tensor& k, const Tensor& v, MaybeTensor mask, double dropout, bool causal,
                std::optional<double> scale, bool gqa) {
+  if (!is_plain(q) || !is_plain(k) || !is_plain(v) || (mask && mask->defined() && !is_plain(*mask))) return Backend::math;
   static const OpInfo& choice = op_info("aten::_fused_sdp_choice", "");
   torch::jit::Stack stack;
   torch::jit::push(stack, q, k, v, mask, dropout, causal, scale, gqa);

@@ -117,9 +117,10 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     case Policy::Sums: return sum_in_float32(op, stack);
     case Policy::Widest: return in_widest(op, stack);
     case Policy::Refused:
-      TORCH_CHECK(false, op.schema().name(), " is not safe under autocast on GPUs: probabilities that came out of a lower "
-                  "precision are rounded to 0 and 1. Leave the sigmoid to the loss (binary_cross_entropy_with_logits, "
-                  "nn.BCEWithLogitsLoss), or turn autocast off around it (enabled=False) and give it float32");
+      TORCH_CHECK(false, "dtorch: torch.nn.functional.", std::string_view(op.schema().name()).substr(6), " is unsafe to autocast on "
+                  "GPUs: probabilities that came out of a lower precision are rounded to 0 and 1. Leave the sigmoid to the loss "
+                  "(binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss), or turn autocast off around it (enabled=False) and "
+                  "give it float32");
     case Policy::None: break;  // what it is made of may have a policy
   }
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::AutocastPrivateUse1), stack);

@@ -43,7 +43,7 @@ std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& igates, const at::
 }  // namespace
 
 void serve_cells(bool cpus) {
-  static std::vector<torch::Library> kernels;
+  static auto& kernels = *new std::vector<torch::Library>;
   if (!cpus) return kernels.clear();
   if (!kernels.empty()) return;
   for (auto key : {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::PrivateUse1}) {

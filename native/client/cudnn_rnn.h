@@ -22,8 +22,8 @@ struct Layers {
   size_t directions() const { return bidirectional ? 2 : 1; }
 };
 
-// Output, last hidden state and last cell state (of an LSTM). `sizes`: of a packed sequence, else null. Nothing where the
-// worker's GPU would have it otherwise; arguments that do not fit together raise what eager's raise.
+// Output, last hidden state and last cell state (of an LSTM). `sizes`: of a packed sequence, else null. Nothing where
+// cuDNN does not take it here, or where the arguments do not belong together: PyTorch's composite is to go on.
 std::optional<std::tuple<at::Tensor, at::Tensor, at::Tensor>> cudnn_rnn(Cudnn mode, const at::Tensor& x, const at::Tensor* sizes,
                                                                         at::TensorList hidden, at::TensorList params,
                                                                         const Layers& l, bool batch_first);

@@ -48,8 +48,8 @@ ScratchLease::ScratchLease(const OpInfo& info) {
   if (__builtin_expect(info.reads_kernel_switches, 0)) {
     auto& c = at::globalContext();
     const bool switches[] = {c.userEnabledFlashSDP(), c.userEnabledMemEfficientSDP(), c.userEnabledCuDNNSDP(),
-                             c.userEnabledMathSDP(),  c.deterministicAlgorithms(),    c.userEnabledCuDNN()};
-    uint32_t all = attention_order();
+                             c.userEnabledMathSDP(), c.userEnabledCuDNN()};
+    uint32_t all = attention_order() << 2 | static_cast<uint32_t>(deterministic_mode());
     for (bool on : switches) all = all << 1 | on;
     s_->key.append(reinterpret_cast<const uint8_t*>(&all), sizeof all);
   }

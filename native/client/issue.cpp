@@ -18,9 +18,17 @@ int deterministic_mode() {
 }
 
 uint32_t attention_order() {
-  uint32_t order = 0;
-  for (auto backend : at::globalContext().sDPPriorityOrder()) order = order << 3 | static_cast<uint32_t>(backend);
-  return order;
+  auto packed = [](at::Context& c) {
+    uint32_t order = 0;
+    for (auto backend : c.sDPPriorityOrder()) order = order << 3 | static_cast<uint32_t>(backend);
+    return order;
+  };
+  static const uint32_t usual = [&] {
+    at::Context fresh;
+    return packed(fresh);
+  }();
+  uint32_t order = packed(at::globalContext());
+  return order == usual ? 0 : order;
 }
 
 namespace {
@@ -38,7 +46,8 @@ void tell_device_switches(Session::Writer& w, WorkerState& state, int worker) {
   const Switch switches[] = {{"cudnn.benchmark", c.benchmarkCuDNN()},
                              {"cudnn.deterministic", c.deterministicCuDNN()},
                              {"cudnn.enabled", c.userEnabledCuDNN()},
-                             {"cudnn.allow_tf32", tf32(Float32Op::CONV)},
+                             {"cudnn.conv_tf32", tf32(Float32Op::CONV)},
+                             {"cudnn.rnn_tf32", tf32(Float32Op::RNN)},
                              {"cublas.allow_tf32", tf32(Float32Op::MATMUL)},
                              {"sdp.flash", c.userEnabledFlashSDP()},
                              {"sdp.mem_efficient", c.userEnabledMemEfficientSDP()},
@@ -49,13 +58,18 @@ void tell_device_switches(Session::Writer& w, WorkerState& state, int worker) {
   uint32_t now = 1;  // never 0: the worker has not been told anything
   for (const auto& s : switches) now = now << s.bits | s.value;
   if (__builtin_expect(now == state.device_switches, 1)) return;
-  for (const auto& s : switches) {
+  uint32_t known = std::exchange(state.device_switches, now);
+  int below = 0;  // bits of the switches behind this one
+  for (size_t i = std::size(switches); i-- > 0;) {
+    const auto& s = switches[i];
+    bool same = known && ((now ^ known) >> below & ((1u << s.bits) - 1)) == 0;
+    below += s.bits;
+    if (same) continue;
     w.begin(Record::OPTION, worker, 2);
     mp::put_str(w.buf(), s.name);
     mp::put_int(w.buf(), s.value);
     w.end();
   }
-  state.device_switches = now;
 }
 
 // Global switches of PyTorch that the worker must share for equal results.
@@ -491,7 +505,8 @@ void issue_boxed(const OpInfo& info, torch::jit::Stack* stack) {
   }
   c10::SmallVector<at::Tensor, 4> outs;
   for (const auto& spec : entry->outs) outs.push_back(make_out(s->worker, spec));
-  emit(info, *s, *entry, outs);
+  bool told = info.values_follow && outs.empty() && info.writes.empty();  // the worker has answered it before
+  if (!told) emit(info, *s, *entry, outs);
   if (__builtin_expect(info.counts_versions, 0)) count_versions(info, args);
   for (const auto& r : entry->rewrites) {
     const auto& t = args[static_cast<size_t>(r.arg)].toTensor();

@@ -21,7 +21,8 @@ void check_written(const OpInfo& info, const c10::IValue& v);
 // PyTorch's determinism switch as a number: off, on, or 2 where it only warns.
 int deterministic_mode();
 
-// The order in which attention's backends are tried, three bits each.
+// The order in which attention's backends are tried, three bits each; 0 where it is PyTorch's usual one, for which a worker's
+// PyTorch may have its GPU's (cuDNN first on Hopper).
 constexpr int kAttentionOrderBits = 3 * at::num_sdp_backends;
 uint32_t attention_order();
 

@@ -259,7 +259,7 @@ Three lstm(const at::Tensor& x, at::TensorList hx, at::TensorList params, bool b
            bool bidirectional, bool batch_first) {
   Layers l{layers, dropout, train, bidirectional, biases};
   bool projects = hx.size() == 2 && hx[0].dim() == 3 && hx[1].dim() == 3 && hx[0].size(2) != hx[1].size(2);
-  if (hx.size() == 2 && x.dim() == 3)
+  if (hx.size() == 2)
     if (auto done = cudnn_rnn(Cudnn::Lstm, x, nullptr, hx, params, l, batch_first)) return *done;
   if (on_gpus() || hx.size() != 2 || !fits_full(x, hx, params, l, projects, batch_first))
     return at::compositeimplicitautograd::lstm(x, hx, params, biases, layers, dropout, train, bidirectional, batch_first);

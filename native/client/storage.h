@@ -40,6 +40,14 @@ inline StorageCtx* ctx_of(const at::Tensor& t) { return ctx_of(t.unsafeGetTensor
 
 inline bool is_ours(const at::Tensor& t) { return t.defined() && t.device().type() == kDevice; }
 
+// Ours and nothing else: no wrapper of torch.func's or of a subclass, and no tensor that is traced.
+inline bool is_plain(const at::Tensor& t) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet wrapped(
+      {DispatchKey::Python, DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize});
+  return is_ours(t) && t.has_storage() && !t.key_set().has_any(wrapped);
+}
+
 // True when `t` has its storage's first geometry and no conjugate or negative bit (STO-2).
 bool is_first(const at::TensorImpl* t, const StorageCtx* ctx);
 

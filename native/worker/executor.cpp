@@ -374,8 +374,8 @@ void Executor::settle() {
 }
 
 uint64_t Executor::waiting_since() const {
-  for (auto& pending : pending_)
-    for (auto& p : pending)
+  for (auto stream : {Fetch, Compute})  // fetches are what a program waits for
+    for (auto& p : pending_[stream])
       if (p.site) return p.site;
   return 0;
 }

@@ -12,10 +12,13 @@
 
 namespace {
 
-// The client warns of a resized out= itself, where the program can see and filter it.
-struct QuietAboutResizing final : c10::WarningHandler {
+// The client warns of a resized out= itself, where the program can see and filter it. That the weights of a recurrent layer are
+// not in one buffer is how workers have them (client/cudnn_rnn.h), and the program can do nothing about it.
+struct Quieter final : c10::WarningHandler {
   void process(const c10::Warning& w) override {
-    if (w.msg().rfind("An output with one or more elements was resized", 0) != 0) c10::WarningHandler::process(w);
+    for (const char* known : {"An output with one or more elements was resized", "RNN module weights are not part of single"})
+      if (w.msg().rfind(known, 0) == 0) return;
+    c10::WarningHandler::process(w);
   }
 };
 
@@ -33,7 +36,7 @@ PyObject* py_run(PyObject*, PyObject* args) {
   dtorch::worker::register_nested();
   dtorch::worker::register_batch_norm();
   dtorch::worker::set_device_hooks(hooks);
-  static QuietAboutResizing warnings;
+  static Quieter warnings;
   c10::WarningUtils::set_warning_handler(&warnings);
   std::string failure;
   int status = 2;

@@ -57,8 +57,8 @@ void require_plain(const Operator& op, const at::Tensor& made);
 // The tensor as the client predicted it: same bytes, its strides; throws when sizes or dtype differ.
 at::Tensor conform(const Operator& op, at::Tensor made, const Geometry& predicted);
 
-// Makes known the operator of common/nested.h; once, in a worker.
-void register_nested();
+// Make known the operators that workers have beyond PyTorch's own; once, in a worker.
+void register_nested();      // common/nested.h
 void register_batch_norm();  // batch_norm.cpp: whether it is cuDNN's
 
 }  // namespace dtorch::worker

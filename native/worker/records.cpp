@@ -1053,11 +1053,19 @@ void Executor::import(mp::Reader& in) {
   reply(b);
 }
 
-// As the client's attention_order packs them.
-std::vector<int64_t> backends_in(uint32_t order) {
+at::Float32Precision tf32(bool on) { return on ? at::Float32Precision::TF32 : at::Float32Precision::IEEE; }
+
+// As the client's attention_order packs it; 0: the order that was there before the client had another.
+void set_attention_order(uint32_t order) {
+  static std::vector<int64_t> own;
+  auto& c = at::globalContext();
+  if (order && own.empty())
+    for (auto backend : c.sDPPriorityOrder()) own.push_back(static_cast<int64_t>(backend));
   std::vector<int64_t> backends(at::num_sdp_backends);
   for (auto b = backends.rbegin(); b != backends.rend(); ++b, order >>= 3) *b = order & 7;
-  return backends;
+  bool usual = std::all_of(backends.begin(), backends.end(), [](int64_t b) { return b == 0; });
+  if (usual) backends = std::exchange(own, {});
+  if (!backends.empty()) c.setSDPPriorityOrder(backends);
 }
 
 // PyTorch's switches for GPUs, set by the client as the program has them.
@@ -1067,13 +1075,14 @@ bool Executor::set_switch(std::string_view name, int64_t value) {
   if (name == "cudnn.benchmark") c.setBenchmarkCuDNN(on);
   else if (name == "cudnn.deterministic") c.setDeterministicCuDNN(on);
   else if (name == "cudnn.enabled") c.setUserEnabledCuDNN(on);
-  else if (name == "cudnn.allow_tf32") c.setAllowTF32CuDNN(on);
+  else if (name == "cudnn.conv_tf32") c.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV, tf32(on));
+  else if (name == "cudnn.rnn_tf32") c.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN, tf32(on));
   else if (name == "cublas.allow_tf32") c.setAllowTF32CuBLAS(on);
   else if (name == "sdp.flash") c.setSDPUseFlash(on);
   else if (name == "sdp.mem_efficient") c.setSDPUseMemEfficient(on);
   else if (name == "sdp.cudnn") c.setSDPUseCuDNN(on);
   else if (name == "sdp.math") c.setSDPUseMath(on);
-  else if (name == "sdp.order") c.setSDPPriorityOrder(backends_in(static_cast<uint32_t>(value)));
+  else if (name == "sdp.order") set_attention_order(static_cast<uint32_t>(value));
   else return false;
   return true;
 }
