@@ -46,15 +46,14 @@ void tell_device_switches(Session::Writer& w, WorkerState& state, int worker) {
   const Switch switches[] = {{"cudnn.benchmark", c.benchmarkCuDNN()},
                              {"cudnn.deterministic", c.deterministicCuDNN()},
                              {"cudnn.enabled", c.userEnabledCuDNN()},
-                             {"cudnn.conv_tf32", tf32(Float32Op::CONV)},
-                             {"cudnn.rnn_tf32", tf32(Float32Op::RNN)},
+                             {"cudnn.tf32", tf32(Float32Op::CONV) | static_cast<uint32_t>(tf32(Float32Op::RNN)) << 1, 2},
                              {"cublas.allow_tf32", tf32(Float32Op::MATMUL)},
                              {"sdp.flash", c.userEnabledFlashSDP()},
                              {"sdp.mem_efficient", c.userEnabledMemEfficientSDP()},
                              {"sdp.cudnn", c.userEnabledCuDNNSDP()},
                              {"sdp.math", c.userEnabledMathSDP()},
                              {"sdp.order", attention_order(), kAttentionOrderBits}};
-  static_assert(std::size(switches) - 1 + kAttentionOrderBits < 32);
+  static_assert(std::size(switches) + kAttentionOrderBits < 32);
   uint32_t now = 1;  // never 0: the worker has not been told anything
   for (const auto& s : switches) now = now << s.bits | s.value;
   if (__builtin_expect(now == state.device_switches, 1)) return;

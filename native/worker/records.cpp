@@ -1053,7 +1053,15 @@ void Executor::import(mp::Reader& in) {
   reply(b);
 }
 
-at::Float32Precision tf32(bool on) { return on ? at::Float32Precision::TF32 : at::Float32Precision::IEEE; }
+// Together where they are alike: PyTorch tells torch.backends.cudnn.allow_tf32 only of what was set so.
+void set_cudnn_tf32(bool convolutions, bool recurrence) {
+  using at::Float32Backend, at::Float32Op, at::Float32Precision;
+  auto& c = at::globalContext();
+  if (convolutions == recurrence) return c.setAllowTF32CuDNN(convolutions);
+  auto precision = [](bool tf32) { return tf32 ? Float32Precision::TF32 : Float32Precision::IEEE; };
+  c.setFloat32Precision(Float32Backend::CUDA, Float32Op::CONV, precision(convolutions));
+  c.setFloat32Precision(Float32Backend::CUDA, Float32Op::RNN, precision(recurrence));
+}
 
 // As the client's attention_order packs it; 0: the order that was there before the client had another.
 void set_attention_order(uint32_t order) {
@@ -1075,8 +1083,7 @@ bool Executor::set_switch(std::string_view name, int64_t value) {
   if (name == "cudnn.benchmark") c.setBenchmarkCuDNN(on);
   else if (name == "cudnn.deterministic") c.setDeterministicCuDNN(on);
   else if (name == "cudnn.enabled") c.setUserEnabledCuDNN(on);
-  else if (name == "cudnn.conv_tf32") c.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV, tf32(on));
-  else if (name == "cudnn.rnn_tf32") c.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN, tf32(on));
+  else if (name == "cudnn.tf32") set_cudnn_tf32(value & 1, value & 2);
   else if (name == "cublas.allow_tf32") c.setAllowTF32CuBLAS(on);
   else if (name == "sdp.flash") c.setSDPUseFlash(on);
   else if (name == "sdp.mem_efficient") c.setSDPUseMemEfficient(on);
